@@ -1,0 +1,19 @@
+"""Settings of the whole test session: one thread, and the rank pools end with it."""
+
+import os
+
+# Before torch is imported, so that the ranks inherit it: reductions are split by threads, and sums depend on it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+import torch
+
+from tests.support import ranks
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    ranks.shutdown()

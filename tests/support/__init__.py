@@ -1,0 +1,1 @@
+"""Helpers that many tests need: a pool of ranks, single-device references, gradients with exact sums."""

@@ -1,0 +1,27 @@
+"""Optimizers for sharded training in PyTorch: blocks first, then the sharding."""
+
+from vescale_optim.optimizers.adamw import ShardedAdamW
+from vescale_optim.optimizers.base import ShardedOptimizer
+from vescale_optim.optimizers.muon import ShardedMuon
+from vescale_optim.optimizers.routing import muon_param_groups
+from vescale_optim.optimizers.rule import Rule, Shards, StateSpec, Units
+from vescale_optim.sharding.blocks import Blocks
+from vescale_optim.sharding.planner import BufferPlan, TensorBlocks, plan_buffer
+from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
+
+__all__ = [
+    "Blocks",
+    "BufferPlan",
+    "RaggedShard",
+    "RaggedTensor",
+    "Rule",
+    "ShardedAdamW",
+    "ShardedMuon",
+    "ShardedOptimizer",
+    "Shards",
+    "StateSpec",
+    "TensorBlocks",
+    "Units",
+    "muon_param_groups",
+    "plan_buffer",
+]

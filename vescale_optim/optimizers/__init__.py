@@ -1,0 +1,1 @@
+"""The rules, and the optimizers that run them on shards."""

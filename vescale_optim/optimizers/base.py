@@ -1,0 +1,453 @@
+"""ShardedOptimizer: a torch optimizer whose rule runs on shards.
+
+It turns parameters, groups or a module into param groups, lets the storage plan and re-home them by the blocks that the
+rule declares, and drives prepare, compute and apply. A subclass is a rule with defaults; see the README for one in 30
+lines.
+
+    step:  flush gradients, agree -> for every bucket: for every group: prepare, compute, apply; send the bucket
+           -> parameters complete on all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from vescale_optim.optimizers.describe import describe_storage
+from vescale_optim.optimizers.rule import Group, Rule, Shards, StateSpec, Units
+from vescale_optim.sharding.agreement import fingerprint
+from vescale_optim.sharding.ragged import RaggedTensor
+from vescale_optim.sharding.storage import ManagedParameter, ReplicatedStorage
+
+Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+
+
+class ShardedOptimizer(Rule, torch.optim.Optimizer):
+    """Base of all sharded optimizers.
+
+    Args:
+        params: parameters, named parameters, groups (as torch.optim takes them), or a module.
+        mesh: one-dimensional device mesh of the ranks that train together.
+        defaults: hyperparameters of a group that does not say otherwise.
+        algorithm: name of this rule in `group["algorithm"]`, where the optimizer knows `others`.
+        others: further rules by name, with the defaults of their groups.
+        grad_sync: "reduce_scatter": the optimizer averages gradients over the mesh during backward, and `p.grad` is a
+            RaggedTensor afterwards. "none": gradients are already equal on all ranks (DistributedDataParallel).
+        master_dtype: torch.float32 keeps a wider copy of low-precision parameters, and state, in that dtype.
+        grad_dtype: dtype in which gradients are added up and sent; None for the parameter's.
+        bucket_mib: size of a bucket in MiB; buckets grow until padding is at most 3 %.
+        broadcast_parameters: compare parameters at construction and take rank 0's where ranks differ.
+
+    Raises:
+        ValueError: bad hyperparameters or parameters, by name; or ranks that disagree, on all of them.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        mesh: DeviceMesh,
+        defaults: dict[str, Any],
+        *,
+        algorithm: str | None = None,
+        others: Mapping[str, tuple[Rule, dict[str, Any]]] | None = None,
+        grad_sync: Literal["reduce_scatter", "none"] = "reduce_scatter",
+        master_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        bucket_mib: float = 32,
+        broadcast_parameters: bool = True,
+    ) -> None:
+        check_mesh(mesh)
+        require(grad_sync in ("reduce_scatter", "none"), "grad_sync", grad_sync, '"reduce_scatter" or "none"')
+        require(bucket_mib > 0, "bucket_mib", bucket_mib, "> 0")
+        for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
+            require(dtype is None or dtype.is_floating_point, name, dtype, "None or a floating dtype")
+        self._algorithm = algorithm
+        self._others = dict(others or {})
+        self._options = dict(
+            reduces_gradients=grad_sync == "reduce_scatter",
+            master_dtype=master_dtype,
+            grad_dtype=grad_dtype,
+            bucket_bytes=int(bucket_mib * 2**20),
+            broadcasts=broadcast_parameters,
+        )
+        self._mesh = mesh
+        self._storage: ReplicatedStorage | None = None
+        groups = self.module_groups(params) if isinstance(params, nn.Module) else params
+        if algorithm is not None:
+            defaults = {"algorithm": algorithm, **defaults}
+        super().__init__(groups, defaults)
+        self._manage_new_parameters()
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def module_groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        """Param groups of a module; override to route parameters by their role."""
+        return [{"params": list(module.named_parameters())}]
+
+    def check_group(self, group: Group) -> None:
+        """Raise ValueError where a hyperparameter of a group is out of range."""
+
+    def is_fallback(self, shape: Sequence[int], group: Group) -> bool:
+        """Whether a parameter of this shape cannot be updated by the main rule and goes to the first of `others`."""
+        return False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; parameters are planned at the next step, on all ranks. A mixed group becomes two groups."""
+        for group in self._split_group(dict(param_group)):
+            super().add_param_group(group)
+            self._check_added(self.param_groups[-1])
+
+    def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """One ordinary group per algorithm, each with its own hyperparameters; what the group itself says wins."""
+        if not self._others:
+            return [group]
+        algorithm = group.get("algorithm")
+        if algorithm is not None and algorithm != self._algorithm and algorithm not in self._others:
+            names = ", ".join(map(repr, (self._algorithm, *self._others)))
+            raise ValueError(f"a group has algorithm {algorithm!r}; known algorithms are {names}")
+        entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        fallback_name = next(iter(self._others))
+        chosen: dict[str, list[Any]] = {}
+        for entry in entries:
+            param = entry[1] if isinstance(entry, tuple) else entry
+            needs_fallback = algorithm == self._algorithm or algorithm is None
+            is_fallback = needs_fallback and isinstance(param, Tensor) and self.is_fallback(param.shape, group)
+            chosen.setdefault(fallback_name if is_fallback else algorithm or self._algorithm, []).append(entry)
+        if not entries:
+            chosen[algorithm or self._algorithm] = []
+        result = []
+        for name in sorted(chosen, key=lambda name: name != self._algorithm):
+            part = {**group, "params": chosen[name], "algorithm": name}
+            if name in self._others:
+                prefix, (_, defaults) = f"{name}_", self._others[name]
+                said = {key: value for key, value in group.items() if not key.startswith(prefix)}
+                prefixed = {
+                    key.removeprefix(prefix): value for key, value in group.items() if key.startswith(prefix)
+                }
+                part = {**defaults, **said, **prefixed, "params": chosen[name], "algorithm": name}
+            result.append(part)
+        return result
+
+    def _check_added(self, group: Group) -> None:
+        for name, value in group.items():
+            if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
+                raise ValueError(
+                    f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}; give a number or a CPU tensor "
+                    "of one element (reading it from a device would stop the host in every step)"
+                )
+        self.check_group(group)
+        for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
+            check_logical(name, param)
+            if param.requires_grad:
+                try:
+                    self.rule_of(group).blocks(param.shape, group)
+                except ValueError as error:
+                    raise ValueError(f"parameter '{name}': {error}") from None
+
+    def rule_of(self, group: Group) -> Rule:
+        """The rule that updates a group: this optimizer, or one of its others."""
+        others = self._others.get(group.get("algorithm"))
+        return self if others is None else others[0]
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def _manage_new_parameters(self) -> None:
+        """Plan, re-home and give state to parameters that are not managed yet, on all ranks alike."""
+        if self._storage is None:
+            self._storage = ReplicatedStorage(self._mesh, **self._options)
+            self._index_of: dict[Tensor, int] = {}
+        storage = self._storage
+        new = [(name, param, group) for name, param, group in self._trainable() if param not in self._index_of]
+        storage.agreement.require_same(
+            [record_of(name, param, group) for name, param, group in new] + [repr(self._options)], explain_difference
+        )
+        managed = []
+        for name, param, group in new:
+            rule = self.rule_of(group)
+            cost = rule.cost(param.shape, group)
+            managed.append(ManagedParameter(name, param, rule.blocks(param.shape, group), cost))
+        first = len(storage.parameters)
+        storage.add(managed)
+        for offset, (_, param, _) in enumerate(new):
+            self._index_of[param] = first + offset
+        self._make_state([(first + offset, param, group) for offset, (_, param, group) in enumerate(new)])
+
+    def _make_state(self, new: Sequence[tuple[int, Tensor, Group]]) -> None:
+        """State exists from construction, on every rank alike, whether a parameter ever gets a gradient or not."""
+        by_spec: dict[tuple[str, str, torch.dtype | None, float], dict[int, StateSpec]] = {}
+        for index, param, group in new:
+            for spec in self.rule_of(group).state_spec(param.shape, group):
+                by_spec.setdefault((spec.name, spec.where, spec.dtype, spec.fill), {})[index] = spec
+        made: dict[int, dict[str, RaggedTensor]] = {index: {} for index, _, _ in new}
+        for (name, where, dtype, fill), specs in by_spec.items():
+            if where == "parameter":
+                tensors = self._storage.allocate_like_parameters(list(specs), dtype, fill)
+            else:
+                numels = {index: spec.unit_numels for index, spec in specs.items()}
+                tensors = self._storage.allocate_per_unit(numels, dtype, fill)
+            for index, tensor in tensors.items():
+                made[index][name] = tensor
+        for index, param, _ in new:
+            earlier = self.state.get(param, {})
+            self.state[param] = {"step": torch.zeros(()), **made[index]}
+            self._copy_state(param, earlier)
+
+    def _trainable(self) -> Iterable[tuple[str, Tensor, Group]]:
+        """(name, parameter, group) of all parameters that require gradients, in the order of groups."""
+        for number, group in enumerate(self.param_groups):
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
+                if param.requires_grad:
+                    yield name, param, group
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Update all parameters that have a gradient on any rank; collective.
+
+        Raises:
+            RuntimeError: on all ranks, where one found a fault; parameters and state are untouched then.
+            ValueError: on all ranks, where hyperparameters or the set of parameters differ.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._storage is None:
+            self._manage_new_parameters()
+        self._synchronize()
+        if any(param not in self._index_of for _, param, _ in self._trainable()):
+            self._manage_new_parameters()
+            self._synchronize()
+        self._update()
+        return loss
+
+    def _synchronize(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "step() cannot be captured in a CUDA graph: ranks agree on the host in every step; capture forward and "
+                "backward alone"
+            )
+        hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
+        names = [name for name, param, _ in self._trainable() if param not in self._index_of]
+        marks = fingerprint(hyperparameters), fingerprint(names)
+        agreed = self._storage.synchronize([marks[0], -marks[0], marks[1], -marks[1]], None)
+        if agreed[0] != -agreed[1]:
+            self._storage.agreement.require_same(
+                [f"group {number}: {values}" for number, values in enumerate(hyperparameters)],
+                explain_difference,
+            )
+        if agreed[2] != -agreed[3]:
+            self._storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
+
+    def _update(self) -> None:
+        storage = self._storage
+        group_of = {self._index_of[param]: number for number, group in enumerate(self.param_groups)
+                    for param in group["params"] if param in self._index_of}
+        for bucket, members in enumerate(storage.bucket_members()):
+            by_group: dict[int, list[int]] = {}
+            for index in members:
+                if index in group_of and storage.has_gradient(index):
+                    by_group.setdefault(group_of[index], []).append(index)
+            for number in sorted(by_group):
+                self._update_group(by_group[number], self.param_groups[number])
+            if by_group:
+                storage.publish(bucket)
+        storage.finish_publishing()
+
+    def _update_group(self, indices: Sequence[int], group: Group) -> None:
+        """Run the rule of a group on what this rank holds of some of its parameters."""
+        rule = self.rule_of(group)
+        for index in indices:
+            self.state[self._storage.parameters[index].param]["step"] += 1
+        held = [index for index in indices if self._storage.shard(index).numel()]
+        if not held:
+            return
+        shards = self._shards_of(held)
+        if rule.is_elementwise:
+            rule.apply(shards, [], group)
+            return
+        wires = rule.prepare(shards, group)
+        directions = rule.compute(self._units_of(held, shards, wires), group)
+        rule.apply(shards, directions, group)
+
+    def _shards_of(self, indices: Sequence[int]) -> Shards:
+        storage, shards = self._storage, Shards()
+        for index in indices:
+            managed = storage.parameters[index]
+            param = storage.shard(index)
+            shards.params.append(param)
+            shards.grads.append(storage.gradient(index).to(param.dtype))
+            shards.blocks.append(managed.blocks)
+            shards.starts.append(storage.extent_start(index))
+            shards.names.append(managed.name)
+            state = self.state[managed.param]
+            shards.steps.append(int(state["step"]))
+            for name, value in state.items():
+                if name != "step":
+                    shards.state.setdefault(name, []).append(value._local_tensor)
+        return shards
+
+    def _units_of(self, indices: Sequence[int], shards: Shards, wires: Sequence[Tensor]) -> list[Units]:
+        result = []
+        for position, (index, wire) in enumerate(zip(indices, wires, strict=True)):
+            first, count = self._storage.unit_range(index)
+            state = {name: values[position] for name, values in shards.state.items()}
+            blocks, step, name = shards.blocks[position], shards.steps[position], shards.names[position]
+            result.append(Units(wire, blocks, first, count, state, step, name))
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients. With grad_sync="reduce_scatter" `.grad` stays a sharded zero until the next flush, so that
+        a rank whose next backward touches no parameter still takes part in clipping; the step skips such parameters."""
+        if self._storage is None or self._storage.reduction is None:
+            super().zero_grad(set_to_none)
+            return
+        self._storage.reduction.clear(set_to_none=set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in self._index_of:
+                    param.grad = None
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add up locally; the first backward outside, or `step()`, sends the sum."""
+        if self._storage is None or self._storage.reduction is None:
+            return nullcontext()
+        return self._storage.reduction.no_sync()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state of this optimizer, or of a single-device one with the same state names, at any world size.
+
+        Tensors may be whole (plain), or DTensors of any placement (then every rank must call this). Values are copied
+        into the sharded state and keep its dtype. Everything is checked before anything changes.
+
+        Raises:
+            ValueError: groups or shapes that do not fit, by parameter name.
+        """
+        if self._storage is None:
+            self._manage_new_parameters()
+        saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        mine = [
+            (name, param)
+            for number, group in enumerate(self.param_groups)
+            for name, param in zip(names_of(group, number), group["params"], strict=True)
+        ]
+        if len(saved) == len(mine):
+            for key, (name, param) in zip(saved, mine, strict=True):
+                self._check_state(name, param, state_dict["state"].get(key, {}))
+        state, groups = self.state, self.param_groups
+        # torch casts floating state to the parameter's dtype and makes new tensors: only groups go through it.
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = state
+        for loaded, before in zip(self.param_groups, groups, strict=True):
+            # A single-device optimizer's groups say less than ours.
+            for name, value in before.items():
+                loaded.setdefault(name, value)
+        for key, (_, param) in zip(saved, mine, strict=True):
+            self._copy_state(param, state_dict["state"].get(key, {}))
+
+    def _check_state(self, name: str, param: Tensor, loaded: Mapping[str, Any]) -> None:
+        for key, value in self.state.get(param, {}).items():
+            if key in loaded and key != "step" and tuple(loaded[key].shape) != tuple(value.shape):
+                raise ValueError(
+                    f"state '{key}' of parameter '{name}' has shape {tuple(loaded[key].shape)} in the checkpoint and "
+                    f"{tuple(value.shape)} here; load it into an optimizer over the same model and blocks"
+                )
+
+    @torch.no_grad()
+    def _copy_state(self, param: Tensor, loaded: Mapping[str, Any]) -> None:
+        for key, value in self.state.get(param, {}).items():
+            if key not in loaded:
+                continue
+            if key == "step":
+                value.fill_(float(loaded[key]))
+                continue
+            source = loaded[key]
+            if isinstance(source, DTensor) and source.placements == value.placements:
+                value._local_tensor.copy_(source._local_tensor)
+                continue
+            whole = source.full_tensor() if isinstance(source, DTensor) else source
+            start, numel = value.placements[0].range(value.shape, self._storage.rank)
+            value._local_tensor.copy_(whole.reshape(-1)[start : start + numel])
+
+    def __getstate__(self) -> dict[str, Any]:
+        extra = {name: self.__dict__[name] for name in ("_algorithm", "_others", "_options", "_mesh")}
+        return {**super().__getstate__(), **extra}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """After unpickling or deepcopy the copy plans its own parameters at its first use, on all ranks."""
+        super().__setstate__(state)
+        if "_mesh" in state:
+            self._storage = None
+
+    # -- report ------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """A table: buckets, padding and its cause, bytes of state per rank, the busiest rank."""
+        if self._storage is None:
+            self._manage_new_parameters()
+        return describe_storage(type(self).__name__, self._storage, self.state)
+
+
+def names_of(group: Group, number: int) -> list[str]:
+    """Names of the parameters of a group, or their position where they have none."""
+    return group.get("param_names") or [f"groups[{number}][{index}]" for index in range(len(group["params"]))]
+
+
+def hyperparameters_of(group: Group) -> dict[str, Any]:
+    """Everything a group says but its parameters, tensors as numbers."""
+    return {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in sorted(group.items())
+        if name not in ("params", "param_names")
+    }
+
+
+def record_of(name: str, param: Tensor, group: Group) -> str:
+    """One line that must be equal on all ranks."""
+    return f"'{name}' {tuple(param.shape)} {param.dtype} {hyperparameters_of(group)}"
+
+
+def explain_difference(expected: str, rank: int, found: str, other: int) -> str:
+    return (
+        f"ranks disagree: rank {rank} has {expected}, rank {other} has {found}; every rank must construct and step the "
+        "optimizer with the same parameters, in the same order, and the same hyperparameters"
+    )
+
+
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raise ValueError that names a hyperparameter, what was found, and the allowed range."""
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+
+
+def check_mesh(mesh: object) -> None:
+    """Raise where `mesh` is no one-dimensional device mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is {type(mesh).__name__}; give a DeviceMesh: init_device_mesh(device_type, (world_size,))")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; give the axis that replicates the parameters, for example "
+            'mesh["dp"]'
+        )
+
+
+def check_logical(name: str, param: Tensor) -> None:
+    """Raise where a parameter is a flat piece of others or a kind that this storage does not take."""
+    where = f"parameter '{name}' of shape {tuple(param.shape)}"
+    if type(param).__name__ == "FlatParameter" or getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{where} is flattened by FSDP1, which hides the shapes that decide its update; use fully_shard (FSDP2), or "
+            "give the optimizer the unwrapped model"
+        )
+    if isinstance(param, DTensor):
+        raise TypeError(f"{where} is a DTensor of placements {param.placements}; give plain, replicated parameters")

@@ -1,0 +1,224 @@
+"""ShardedMuon: momentum, orthogonalised matrix by matrix.
+
+Source: Jordan et al., "Muon" (2024), with the update of `torch.optim.Muon` (torch 2.13):
+
+    B <- lerp(B, g, 1 - momentum);   u = lerp(g, B, momentum) if nesterov else B
+    p <- p (1 - lr wd) - lr r orthogonalize(u)
+    r = sqrt(max(1, rows / columns)) ("original"), 0.2 sqrt(max(rows, columns)) ("match_rms_adamw", arXiv 2502.16982)
+
+Rows and columns are those of the matrix that is orthogonalised (a split, an expert, a flattened kernel), never a shard's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
+from vescale_optim.optimizers.base import Params, ShardedOptimizer, require
+from vescale_optim.optimizers.orthogonalize import (
+    QUINTIC,
+    Coefficients,
+    newton_schulz_flops,
+    orthogonalize,
+    schedule_of,
+)
+from vescale_optim.optimizers.routing import muon_param_groups, warn_about_vocabulary
+from vescale_optim.optimizers.rule import Group, Shards, StateSpec, Units
+from vescale_optim.sharding.blocks import Blocks
+
+# A batch of small matrices saves kernel launches; large ones gain nothing, and their batch would double the memory.
+BATCH_NUMEL = 1 << 20
+
+
+class ShardedMuon(ShardedOptimizer):
+    """Muon for matrices and AdamW for the rest, sharded over `mesh`; equals `torch.optim.Muon` / `AdamW(fused=True)`.
+
+    Parameters of two dimensions are matrices, of three and more stacks of matrices (experts [E, m, n]); parameters of
+    fewer dimensions and groups with `algorithm="adamw"` are updated by AdamW. Given a module, embeddings and the output
+    head go to AdamW too (`muon_param_groups`).
+
+    Args:
+        params: what torch.optim takes (parameters, named parameters, groups), or a module.
+        mesh: one-dimensional device mesh of the ranks that train together.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as in `torch.optim.Muon`.
+        ns_dtype: dtype of the Newton-Schulz iteration.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of the AdamW groups.
+        head: with a module: its output head, where the module does not say (see `muon_param_groups`).
+        options: keywords of every sharded optimizer, see `ShardedOptimizer`.
+
+    A group may also say how its matrices lie (see `Blocks.matrices`): `flatten="conv"` (dim 0 x rest),
+    `splits=[...]` (fused QKV, gate/up), `interleave=k` (k matrices row by row), `matrix_layout="in_out"` (stored
+    [in, out], as HF experts and Conv1D).
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        mesh: DeviceMesh,
+        *,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients | Sequence[Coefficients] = QUINTIC,
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        adamw_lr: float | Tensor = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 1e-2,
+        head: str | nn.Module | None = None,
+        **options: object,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            ns_steps=ns_steps,
+            eps=eps,
+            adjust_lr_fn=adjust_lr_fn,
+            ns_dtype=ns_dtype,
+            flatten=None,
+            splits=None,
+            interleave=1,
+            matrix_layout="out_in",
+        )
+        adamw = dict(lr=adamw_lr, betas=adamw_betas, eps=adamw_eps, weight_decay=adamw_weight_decay)
+        if head is not None and not isinstance(params, nn.Module):
+            raise ValueError(f"head is {head!r}, but params is no module; put the head in a group with algorithm='adamw'")
+        self._head = head
+        super().__init__(params, mesh, defaults, algorithm="muon", others={"adamw": (AdamWRule(), adamw)}, **options)
+        if not isinstance(params, nn.Module):
+            warn_about_vocabulary(self.param_groups)
+
+    def module_groups(self, module: nn.Module) -> list[dict[str, Any]]:
+        return muon_param_groups(module, self._head)
+
+    def check_group(self, group: Group) -> None:
+        if group["algorithm"] == "adamw":
+            check_adamw_group(group)
+            return
+        require(group["lr"] >= 0, "lr", group["lr"], ">= 0")
+        require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], ">= 0")
+        require(0 <= group["momentum"] < 1, "momentum", group["momentum"], "in [0, 1)")
+        require(group["eps"] > 0, "eps", group["eps"], "> 0")
+        require(group["ns_steps"] >= 0, "ns_steps", group["ns_steps"], ">= 0")
+        require(
+            group["adjust_lr_fn"] in (None, "original", "match_rms_adamw"),
+            "adjust_lr_fn",
+            group["adjust_lr_fn"],
+            'None, "original" or "match_rms_adamw"',
+        )
+        require(group["ns_dtype"].is_floating_point, "ns_dtype", group["ns_dtype"], "a floating dtype")
+        schedule_of(group["ns_coefficients"], group["ns_steps"])
+
+    def is_fallback(self, shape: Sequence[int], group: Group) -> bool:
+        return len(shape) < 2
+
+    def blocks(self, shape: Sequence[int], group: Group) -> Blocks:
+        return Blocks.matrices(
+            shape,
+            flatten=group["flatten"],
+            splits=group["splits"],
+            interleave=group["interleave"],
+            matrix_layout=group["matrix_layout"],
+        )
+
+    def cost(self, shape: Sequence[int], group: Group) -> float:
+        blocks = self.blocks(shape, group)
+        matrices = [matrix for unit in range(blocks.num_units) for matrix in blocks.piece_shapes(unit)]
+        return sum(newton_schulz_flops(rows, columns, group["ns_steps"]) for rows, columns in matrices)
+
+    def state_spec(self, shape: Sequence[int], group: Group) -> list[StateSpec]:
+        return [StateSpec("momentum_buffer")]
+
+    def prepare(self, shards: Shards, group: Group) -> list[Tensor]:
+        momentum, buffers = group["momentum"], shards.state["momentum_buffer"]
+        torch._foreach_lerp_(buffers, shards.grads, 1 - momentum)
+        # Without Nesterov the units are the momentum itself; orthogonalize never writes into its input.
+        return list(torch._foreach_lerp(shards.grads, buffers, momentum)) if group["nesterov"] else buffers
+
+    def compute(self, units: list[Units], group: Group) -> list[Tensor]:
+        directions = [torch.empty_like(entry.values, dtype=group["ns_dtype"]) for entry in units]
+        sources: dict[tuple[int, int], list[Tensor]] = {}
+        targets: dict[tuple[int, int], list[Tensor]] = {}
+        for entry, direction in zip(units, directions, strict=True):
+            outputs = entry.blocks.pieces(direction, entry.first, entry.count)
+            for source, target in zip(entry.pieces(), outputs, strict=True):
+                key = (source.size(-2), source.size(-1))
+                sources.setdefault(key, []).extend(source.unbind(0))
+                targets.setdefault(key, []).extend(target.unbind(0))
+        for (rows, columns), matrices in sources.items():
+            size = max(1, BATCH_NUMEL // max(rows * columns, 1))
+            for start in range(0, len(matrices), size):
+                batch = torch.stack(matrices[start : start + size])
+                results = orthogonalize(
+                    batch,
+                    coefficients=group["ns_coefficients"],
+                    steps=group["ns_steps"],
+                    eps=group["eps"],
+                    dtype=group["ns_dtype"],
+                )
+                for result, target in zip(results, targets[rows, columns][start : start + size], strict=True):
+                    target.copy_(result)
+        return directions
+
+    def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
+        lr = float(group["lr"])
+        for param in shards.params:
+            # Not foreach: on CPU (torch 2.13) it rounds the factor to bf16 first, which loses a small decay entirely.
+            param.mul_(1 - lr * group["weight_decay"])
+        for shard in zip(shards.params, directions, shards.blocks, shards.starts, strict=True):
+            for shape, param, direction in split_by_step(*shard, group["adjust_lr_fn"]):
+                add_direction_(param, direction, -(lr * lr_ratio(*shape, group["adjust_lr_fn"])), shape)
+
+
+def add_direction_(param: Tensor, direction: Tensor, alpha: float, shape: tuple[int, int]) -> None:
+    """param += alpha * direction, in the arithmetic of torch.optim.Muon for a matrix of `shape`.
+
+    On CPU (torch 2.13) adding to a bf16 matrix rounds alpha and the sum; adding a *transposed* matrix, which is what
+    torch's orthogonalisation returns for more rows than columns, rounds the product too.
+    """
+    is_transposed = shape[0] > shape[1] > 1
+    if is_transposed and param.device.type == "cpu" and param.dtype.itemsize == 2:
+        param.add_(direction.to(param.dtype) * torch.tensor(alpha, dtype=param.dtype))
+    else:
+        param.add_(direction, alpha=alpha)
+
+
+def split_by_step(
+    param: Tensor, direction: Tensor, blocks: Blocks, start: int, adjust_lr_fn: str | None
+) -> list[tuple[tuple[int, int], Tensor, Tensor]]:
+    """Parts of a shard of whole units whose matrices step alike, with a shape among them: mostly the whole shard."""
+    shape = common_shape(blocks, adjust_lr_fn)
+    if shape is not None or param.numel() == 0:
+        return [(shape or (1, 1), param, direction)]
+    first, last = blocks.unit_at(start), blocks.unit_at(start + param.numel() - 1)
+    pieces = (blocks.pieces(flat, first, last - first + 1) for flat in (param, direction))
+    return [((p.size(-2), p.size(-1)), p, d) for p, d in zip(*pieces, strict=True)]
+
+
+@cache
+def common_shape(blocks: Blocks, adjust_lr_fn: str | None) -> tuple[int, int] | None:
+    """The shape of one matrix of a parameter, or None where its matrices step differently (unequal splits)."""
+    shapes = {shape for unit in range(blocks.num_units) for shape in blocks.piece_shapes(unit)}
+    kinds = {(lr_ratio(*shape, adjust_lr_fn), shape[0] > shape[1] > 1) for shape in shapes}
+    return next(iter(shapes)) if len(kinds) == 1 else None
+
+
+def lr_ratio(rows: int, columns: int, adjust_lr_fn: str | None) -> float:
+    """Step length of a rows x columns matrix relative to lr."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / max(columns, 1)))

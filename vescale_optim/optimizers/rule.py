@@ -1,0 +1,126 @@
+"""Rule: the mathematics of an optimizer, without any distribution.
+
+A rule says what must be whole (`blocks`), what it costs (`cost`) and which state it keeps (`state_spec`), and updates in
+three moves. Between them the library may carry whole units to their owners and directions back:
+
+    prepare   on the shard      momentum and the like; returns what the units need, one flat tensor per shard
+    compute   on the owner      whole units -> directions; no collectives in here
+    apply     on the shard      p.mul_(1 - lr * weight_decay); p.add_(direction, alpha=-lr)
+
+An element-wise rule implements `apply` alone. All moves get lists of flat local views, so that they can use foreach and
+fused kernels; they edit parameters and state in place and must not edit gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vescale_optim.sharding.blocks import Blocks
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One kind of state of a parameter; it exists from construction, on every rank alike.
+
+    Args:
+        name: its key in `optimizer.state[param]`.
+        where: "parameter": shape and placement of the parameter. "unit": it lives with the owner of each unit.
+        dtype: None for the dtype that the rule updates (the parameter's, or `master_dtype`).
+        unit_numels: for "unit": elements of every unit's state, in the order of units.
+        fill: initial value.
+    """
+
+    name: str
+    where: Literal["parameter", "unit"] = "parameter"
+    dtype: torch.dtype | None = None
+    unit_numels: tuple[int, ...] = ()
+    fill: float = 0.0
+
+
+@dataclass
+class Shards:
+    """What `prepare` and `apply` see: this rank's parts of some parameters of one group, in lists of equal length.
+
+    Attributes:
+        params: flat views to update in place (the master copy where there is one).
+        grads: flat mean gradients in the dtype of `params`; not to be edited.
+        state: for every `StateSpec` the flat local views.
+        steps: number of the current step of each parameter, from 1.
+        blocks: blocks of the whole parameters.
+        starts: position of each part in its flat parameter.
+        names: of the parameters, for messages.
+    """
+
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    state: dict[str, list[Tensor]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    blocks: list[Blocks] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Units:
+    """What `compute` sees: consecutive whole units of one parameter, on their owner.
+
+    Attributes:
+        values: flat, what `prepare` returned for these units.
+        blocks: blocks of the whole parameter.
+        first, count: which units.
+        state: for every "unit" `StateSpec` the flat state of these units.
+        step: number of the current step of the parameter, from 1.
+        name: of the parameter, for messages.
+    """
+
+    values: Tensor
+    blocks: Blocks
+    first: int
+    count: int
+    state: dict[str, Tensor]
+    step: int
+    name: str
+
+    def pieces(self) -> list[Tensor]:
+        """Views [batch, rows, columns] of `values`, as the parameter's blocks define them."""
+        return self.blocks.pieces(self.values, self.first, self.count)
+
+
+class Rule:
+    """Override what the optimizer needs; see the module docstring. `group` is the parameter's param group."""
+
+    def blocks(self, shape: Sequence[int], group: Group) -> Blocks:
+        """What must be whole of a parameter of this shape."""
+        return Blocks.elements(shape)
+
+    def cost(self, shape: Sequence[int], group: Group) -> float:
+        """FLOPs of `compute` on the whole parameter; it decides the balance of owners. 0 for element-wise rules."""
+        return 0.0
+
+    def state_spec(self, shape: Sequence[int], group: Group) -> list[StateSpec]:
+        """State of a parameter of this shape."""
+        return []
+
+    def prepare(self, shards: Shards, group: Group) -> list[Tensor]:
+        """What the units need, one flat tensor per shard; a fresh tensor, or the gradient itself."""
+        return shards.grads
+
+    def compute(self, units: list[Units], group: Group) -> list[Tensor]:
+        """Directions, flat and laid out like `values`, one per entry."""
+        raise NotImplementedError(f"{type(self).__name__} is element-wise: it has no compute")
+
+    def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
+        """Update parameters in place; `directions` is empty for an element-wise rule."""
+        raise NotImplementedError(f"{type(self).__name__} must implement apply")
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether `apply` does everything, so that nothing has to be whole for it beyond its own blocks."""
+        return type(self).compute is Rule.compute

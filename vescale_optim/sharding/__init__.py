@@ -1,0 +1,1 @@
+"""Where blocks live: plans, placements, buffers, storage. Knows nothing of any optimizer."""

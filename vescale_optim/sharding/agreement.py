@@ -1,0 +1,78 @@
+"""Agreement: what the ranks must know of each other before they communicate or change anything.
+
+A small CPU channel (gloo) beside the data: host-side facts travel here, so agreeing never waits for a device. One
+maximum over a vector of integers carries everything an optimizer step needs; objects are only gathered to explain a
+difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import ProcessGroup, ReduceOp
+
+from vescale_optim.sharding.collectives import all_reduce, control_group, gather_objects
+
+
+def fingerprint(value: object) -> int:
+    """A 62-bit hash of `repr(value)`, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little") >> 2
+
+
+class Agreement:
+    """The control channel of the ranks of one group.
+
+    Args:
+        group: the ranks that must agree; the channel is a gloo group over them.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = control_group(group)
+        self.rank = self.group.rank()
+        self.size = self.group.size()
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Elementwise maximum over the ranks; every rank must give as many values."""
+        if self.size == 1:
+            return list(values)
+        message = torch.tensor(values, dtype=torch.int64)
+        all_reduce(message, self.group, ReduceOp.MAX)
+        return message.tolist()
+
+    def is_same(self, value: object) -> bool:
+        """Whether every rank gave the same value (by `repr`)."""
+        mark = fingerprint(value)
+        largest, smallest = self.maximum([mark, -mark])
+        return largest == -smallest
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        return gather_objects(value, self.group)
+
+    def require_same(self, records: Sequence[str], explain: Callable[[str, int, str, int], str]) -> None:
+        """Raise on every rank alike where the lists of records differ.
+
+        Args:
+            records: one line per thing that must be equal, in order.
+            explain: (record here, its rank, the differing record, its rank) -> message; a missing record is "nothing".
+
+        Raises:
+            ValueError: on all ranks, about the first record in which some rank differs from rank 0.
+        """
+        if self.is_same(list(records)):
+            return
+        lists = self.gather(list(records))
+        for index in range(max(map(len, lists))):
+            line = [ranked[index] if index < len(ranked) else "nothing" for ranked in lists]
+            for rank, record in enumerate(line):
+                if record != line[0]:
+                    raise ValueError(explain(line[0], 0, record, rank))
+
+    def raise_fault(self, fault: str | None) -> NoReturn:
+        """Raise the faults that ranks found, the same error on every rank; call it on all of them."""
+        faults = {rank: text for rank, text in enumerate(self.gather(fault)) if text is not None}
+        ranks = ", ".join(map(str, faults))
+        raise RuntimeError(f"{next(iter(faults.values()))} (found on rank {ranks} of {self.size})")

@@ -1,0 +1,519 @@
+"""GradientReduction: from autograd's local gradients to the shards of their mean, during backward.
+
+Hooks copy each finished gradient into its bucket's global buffer and free it; a bucket that is complete leaves in an
+asynchronous reduce-scatter. Afterwards `p.grad` is a RaggedTensor over the shard, which waits on its first read.
+
+    backward          A A A | B B | C C C          buckets in the order of backward, one fixed launch order on all ranks
+    reduce-scatter          |==A==|==B==|==C==|    on a private group, overlapped with the rest of backward
+    end of backward                      ^ buckets with missing gradients leave too, zeros for what is missing
+    first read, or step()                      ^ flush: agree, wait, add into the shards
+
+Between two flushes at most one *round* (one reduce-scatter of every bucket) is launched during backward, by the first
+backward that synchronises. What comes later (further micro-batches, a second firing of a tied weight, a backward under
+`no_sync`) is added up locally, the *rest*, and leaves in the flush. So no hook ever waits for another rank, at most two
+global buffers per bucket are alive, ranks may run different numbers of backwards, and sums do not depend on timing.
+
+The flush agrees with one small maximum over ranks: whether a round was launched anywhere, whether any rank holds a
+rest, who has gradients, whether a backward failed. Ranks whose backward touched nothing join with zeros.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from vescale_optim.sharding.agreement import Agreement
+from vescale_optim.sharding.collectives import Pending
+from vescale_optim.sharding.dbuffer import DBuffer, view_in_full
+from vescale_optim.sharding.live_modules import DDP_MESSAGE, is_wrapped_by_ddp
+from vescale_optim.sharding.ragged import RaggedTensor
+
+
+class FlushKind(enum.IntEnum):
+    """What asked for the flush; ranks that disagree would wait for each other in different collectives."""
+
+    READ = 1
+    STEP = 2
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """The gradients of one bucket; the lists have one entry per parameter of its plan.
+
+    Attributes:
+        params, names: the parameters, and their names for messages.
+        shards: mean gradients, this rank's shard.
+        views: what `p.grad` becomes: RaggedTensors over `shards`.
+        full: global buffer being filled by hooks; None while nothing arrived.
+        in_flight: global buffer that a reduce-scatter is reading, with its handles in `pending`.
+        is_launched: the bucket took part in the round of this flush-to-flush stretch.
+        holds_sum: `shards` holds gradients to add to; else the next reduction overwrites them.
+        written: `full` holds a gradient of the parameter.
+        fired: its gradient finished in this backward.
+        seen: it ever had a gradient, on any rank; None before the first one. Only those are waited for.
+        present: it has a gradient since it was last cleared, on this rank; after a flush, on any rank.
+        is_published: `p.grad` was set to its view, so that None there means that the user dropped it.
+        dropped: the user dropped it while the reduce-scatter was under way.
+    """
+
+    params: list[nn.Parameter]
+    names: list[str]
+    shards: DBuffer
+    views: list[RaggedTensor]
+    full: Tensor | None = None
+    in_flight: Tensor | None = None
+    pending: list[Pending] = field(default_factory=list)
+    is_launched: bool = False
+    holds_sum: bool = False
+    seen: list[bool] | None = None
+    written: list[bool] = field(init=False)
+    fired: list[bool] = field(init=False)
+    present: list[bool] = field(init=False)
+    is_published: list[bool] = field(init=False)
+    dropped: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        count = len(self.params)
+        self.written, self.fired, self.present, self.is_published = ([False] * count for _ in range(4))
+
+    def is_complete(self) -> bool:
+        """Whether every gradient that can be expected in this backward has come."""
+        seen = self.seen or [True] * len(self.params)
+        return all(fired or not expected for fired, expected in zip(self.fired, seen, strict=True))
+
+
+class BufferPool:
+    """Global gradient buffers, kept and reused: fresh pages cost more than copies."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat buffer of `numel` elements with undefined contents."""
+        fitting = [b for b in self._free if b.dtype == dtype and b.device == device and b.numel() >= numel]
+        if not fitting:
+            return torch.empty(numel, dtype=dtype, device=device)
+        smallest = min(fitting, key=Tensor.numel)
+        self._free = [buffer for buffer in self._free if buffer is not smallest]
+        return smallest
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+
+class GradientReduction:
+    """Hooks, rounds and flushes over a growing list of buckets.
+
+    Args:
+        agreement: control channel of the ranks.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.buckets: list[GradientBucket] = []
+        self._agreement = agreement
+        self._pool = BufferPool()
+        self._task: int | None = None
+        self._is_synchronizing = True
+        self._is_pending = False
+        self._has_failed = False
+        self._keeps_round = False
+        self._is_flushing = False
+        self._num_launched = 0
+        self._has_checked_ddp = False
+        self._nodes: list[object] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        weakref.finalize(self, _remove_handles, self._handles)
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def add_bucket(self, bucket: GradientBucket) -> None:
+        """Take charge of a bucket: hook its parameters and take in the local gradients they already have."""
+        index = len(self.buckets)
+        self.buckets.append(bucket)
+        for slot, param in enumerate(bucket.params):
+            if param.grad is not None:
+                self._write(bucket, slot, param.grad)
+                self._is_pending = True
+            param.grad = None
+            self._hook(param, index, slot)
+        self._arm(bucket)
+
+    def _hook(self, param: nn.Parameter, bucket: int, slot: int) -> None:
+        # A pre-hook on the tensor would also fire under torch.autograd.grad. The node must be kept alive: a node that
+        # nobody holds is made anew, without the hook.
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        self._nodes.append(node)
+        before = partial(torch.compiler.disable(_before_accumulation), weakref.ref(self), bucket, slot)
+        after = partial(torch.compiler.disable(_after_accumulation), weakref.ref(self), bucket, slot)
+        self._handles.append(node.register_prehook(before))
+        self._handles.append(param.register_post_accumulate_grad_hook(after))
+
+    def has_lost_hooks(self, bucket: int, slot: int) -> bool:
+        """Whether autograd replaced the parameter's accumulation node (`param.data = other dtype` does)."""
+        position = sum(len(earlier.params) for earlier in self.buckets[:bucket]) + slot
+        param = self.buckets[bucket].params[slot]
+        return torch.autograd.graph.get_gradient_edge(param).node is not self._nodes[position]
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _before_accumulation(self, index: int, slot: int) -> None:
+        """Make room for autograd: a shard is no place to accumulate a whole local gradient into."""
+        task = torch._C._current_graph_task_id()
+        if self._task is not None and self._task != task and not _is_nested_backward():
+            self._abandon_backward()
+        if self._task is None:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_end_backward, weakref.ref(self)))
+            self._follow_zero_grad()
+        self._is_pending = True
+        bucket = self.buckets[index]
+        self._take_in_grad(bucket, slot)
+        bucket.params[slot].grad = None
+        bucket.is_published[slot] = False
+
+    def _after_accumulation(self, index: int, slot: int) -> None:
+        if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+            raise RuntimeError(
+                "compiled autograd never runs the end-of-backward callback that gradient reduction needs; "
+                "run backward without it, or synchronise gradients yourself and pass grad_sync='none'"
+            )
+        bucket = self.buckets[index]
+        param = bucket.params[slot]
+        # A custom Function may return no gradient: the hooks fire all the same.
+        if param.grad is not None:
+            self._write(bucket, slot, param.grad.detach())
+            param.grad = None
+        bucket.fired[slot] = True
+        if self._is_synchronizing:
+            while self._num_launched < len(self.buckets) and self.buckets[self._num_launched].is_complete():
+                self._launch_next()
+
+    def _write(self, bucket: GradientBucket, slot: int, grad: Tensor) -> None:
+        """Add a local gradient to the bucket's global buffer."""
+        if isinstance(grad, RaggedTensor):
+            raise RuntimeError(
+                f"parameter '{bucket.names[slot]}' has a sharded gradient that did not come from this optimizer; "
+                "set .grad = None before constructing another optimizer over the same parameters"
+            )
+        plan = bucket.shards.plan
+        if bucket.full is None:
+            bucket.full = self._take_buffer(bucket)
+        view = view_in_full(bucket.full, plan, slot, grad.shape)
+        dense = grad.to_dense() if grad.layout != torch.strided else grad
+        if bucket.written[slot]:
+            view.add_(dense)
+        else:
+            view.copy_(dense)
+        bucket.written[slot] = True
+        bucket.present[slot] = True
+
+    def _finish_backward(self) -> None:
+        self._task = None
+        if not self._is_synchronizing:
+            self._reset_fired()
+            return
+        # A reentrant checkpoint ends inner backwards while the outer one goes on: the round stays open, and the flush
+        # or the outer end closes it.
+        if not _is_nested_backward():
+            self._close_round()
+        for bucket in self.buckets:
+            self._arm(bucket)
+
+    def _abandon_backward(self) -> None:
+        """A backward ended with an exception: peers may wait for its buckets, and its gradients are incomplete."""
+        self._task = None
+        self._has_failed = True
+        self._close_round()
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._num_launched]
+        self._launch(bucket)
+        bucket.is_launched = True
+        self._num_launched += 1
+        self._keeps_round = True
+        # Where waiting only orders streams, the buffer of the bucket before the last is free for the next one.
+        if self._num_launched > 2:
+            earlier = self.buckets[self._num_launched - 3]
+            if all(not pending.blocks_host for pending in earlier.pending):
+                self._collect(earlier)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        """Reduce-scatter what the bucket holds, zeros for what is missing."""
+        plan = bucket.shards.plan
+        full = bucket.full if bucket.full is not None else self._take_buffer(bucket)
+        for slot, is_written in enumerate(bucket.written):
+            if not is_written:
+                full.narrow(0, plan.offsets[slot], plan.tensors[slot].numel).zero_()
+        for start, end in plan.gaps():
+            full[start:end].zero_()
+        bucket.full, bucket.in_flight = None, full
+        bucket.written = [False] * len(bucket.params)
+        bucket.pending = bucket.shards.reduce_scatter_mean(full, add=bucket.holds_sum)
+        bucket.holds_sum = True
+
+    def _close_round(self) -> None:
+        while self._num_launched < len(self.buckets):
+            self._launch_next()
+        self._reset_fired()
+
+    def _reset_fired(self) -> None:
+        for bucket in self.buckets:
+            bucket.fired = [False] * len(bucket.params)
+
+    def _collect(self, bucket: GradientBucket) -> None:
+        pending, bucket.pending = bucket.pending, []
+        for handle in pending:
+            handle.wait()
+        if bucket.in_flight is not None:
+            self._pool.give(bucket.in_flight)
+            bucket.in_flight = None
+        for slot in bucket.dropped:
+            bucket.shards.shard_view(slot).zero_()
+        bucket.dropped.clear()
+
+    def _take_buffer(self, bucket: GradientBucket) -> Tensor:
+        return self._pool.take(bucket.shards.plan.numel, bucket.shards.dtype, bucket.shards.device)
+
+    # -- flush -------------------------------------------------------------------------------------------------------
+
+    def before_read(self) -> None:
+        """Called by the gradients themselves before anyone reads or edits them."""
+        if not self._is_pending or self._is_flushing:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "gradients were read while backward runs; the sharded mean exists after it (a tensor hook, "
+                "`param.register_hook`, sees this rank's local gradient)"
+            )
+        self.flush(FlushKind.READ)
+
+    def flush(self, kind: FlushKind, facts: Sequence[int] = (), fault: str | None = None) -> list[int]:
+        """Make every rank's gradients complete and known to all.
+
+        Args:
+            kind: what asks.
+            facts: `NUM_STEP_FACTS` further integers of a step; the maximum over ranks of each is returned.
+            fault: what the caller found wrong on this rank; raised on every rank.
+
+        Returns:
+            The maximum over ranks of `facts`.
+
+        Raises:
+            RuntimeError: on all ranks, where one reports a fault, where a backward failed on one (all gradients are
+                dropped), or where some ranks read gradients while others step.
+        """
+        self._is_flushing = True
+        try:
+            return self._flush(kind, facts, fault)
+        finally:
+            self._is_flushing = False
+
+    def _flush(self, kind: FlushKind, facts: Sequence[int], fault: str | None) -> list[int]:
+        if self._task is not None:
+            self._abandon_backward()
+        fault = fault or self._look_for_fault()
+        holds = [bucket.full is not None for bucket in self.buckets]
+        has_rest = any(held and bucket.is_launched for held, bucket in zip(holds, self.buckets, strict=True))
+        has_round = self._num_launched > 0 or any(holds)
+        header = [has_round, has_rest, self._has_failed, self._keeps_round, kind, -kind, fault is not None]
+        present = [flag for bucket in self.buckets for flag in bucket.present]
+        # A reader has no facts; padding keeps the messages of readers and steppers equally long.
+        facts = list(facts) or [0] * NUM_STEP_FACTS
+        agreed = self._agreement.maximum([int(value) for value in (*header, *present, *facts)])
+        has_round, has_rest, has_failed, keeps_round, largest_kind, negated_smallest, has_fault = agreed[: len(header)]
+        present = iter(agreed[len(header) :])
+        if has_round:
+            self._close_round()
+        for bucket in self.buckets:
+            self._collect(bucket)
+        if has_rest:
+            for bucket in self.buckets:
+                self._launch(bucket)
+            for bucket in self.buckets:
+                self._collect(bucket)
+        self._start_stretch()
+        for bucket in self.buckets:
+            bucket.present = [bool(next(present)) for _ in bucket.params]
+            if not bucket.holds_sum:
+                bucket.shards.zero_()
+                bucket.holds_sum = True
+            self._publish(bucket)
+        self._remember_seen()
+        if has_fault:
+            self._agreement.raise_fault(fault)
+        if has_failed and keeps_round:
+            self.clear()
+            raise RuntimeError(
+                "backward raised on at least one rank, so the gradients are incomplete; all ranks dropped them, "
+                "parameters and state are untouched: repeat the iteration"
+            )
+        if largest_kind != -negated_smallest:
+            raise RuntimeError(
+                "some ranks read gradients (clipping, logging, GradScaler) while others called step(); every rank must "
+                "run the same loop: read gradients on all ranks or none, and clear them with optimizer.zero_grad(), "
+                "which keeps a rank whose backward touches no parameter in step with the others"
+            )
+        return list(present)
+
+    def _look_for_fault(self) -> str | None:
+        """Follow what the user did to the gradients; what cannot be followed is told to every rank."""
+        if not self._has_checked_ddp:
+            self._has_checked_ddp = True
+            if is_wrapped_by_ddp([param for bucket in self.buckets for param in bucket.params]):
+                return DDP_MESSAGE
+        try:
+            self._follow_zero_grad()
+            for bucket in self.buckets:
+                for slot in range(len(bucket.params)):
+                    self._take_in_grad(bucket, slot)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def _start_stretch(self) -> None:
+        """Nothing is under way any more."""
+        self._num_launched = 0
+        self._is_pending = self._has_failed = self._keeps_round = False
+        for bucket in self.buckets:
+            bucket.is_launched = False
+
+    def _remember_seen(self) -> None:
+        if not any(any(bucket.present) for bucket in self.buckets):
+            return
+        for bucket in self.buckets:
+            seen = bucket.seen or [False] * len(bucket.params)
+            bucket.seen = [a or b for a, b in zip(seen, bucket.present, strict=True)]
+
+    def _follow_zero_grad(self) -> None:
+        """`model.zero_grad()` sets every `p.grad` to None without telling us: then everything is to be forgotten."""
+        published = [
+            param.grad
+            for bucket in self.buckets
+            for param, is_published in zip(bucket.params, bucket.is_published, strict=True)
+            if is_published
+        ]
+        if published and all(grad is None for grad in published):
+            self._forget()
+
+    def _take_in_grad(self, bucket: GradientBucket, slot: int) -> None:
+        """Follow what the user did to `p.grad` since it was published: dropped, replaced, or left alone."""
+        grad, view = bucket.params[slot].grad, bucket.views[slot]
+        if grad is view or (grad is None and not bucket.is_published[slot]):
+            return
+        if grad is None:
+            self._clear_range(bucket, slot)
+        elif isinstance(grad, RaggedTensor) and grad.shape == view.shape and grad.placements == view.placements:
+            # p.grad = p.grad * 2 and the like: computing it read the gradient, so nothing is under way.
+            bucket.shards.shard_view(slot).copy_(grad._local_tensor)
+            bucket.present[slot] = True
+            bucket.params[slot].grad = view
+            bucket.is_published[slot] = True
+        else:
+            raise RuntimeError(
+                f"parameter '{bucket.names[slot]}' of shape {tuple(view.shape)} was given a plain .grad, which is "
+                "neither this rank's contribution nor the mean; let loss.backward() produce it, edit the sharded .grad "
+                "in place, or synchronise gradients yourself and pass grad_sync='none'"
+            )
+
+    def _clear_range(self, bucket: GradientBucket, slot: int) -> None:
+        bucket.shards.shard_view(slot).zero_()
+        bucket.present[slot] = bucket.is_published[slot] = bucket.written[slot] = False
+        if bucket.pending:
+            bucket.dropped.add(slot)
+
+    def _publish(self, bucket: GradientBucket) -> None:
+        """After a flush: `p.grad` is its shard where any rank has a gradient, None elsewhere."""
+        for slot, param in enumerate(bucket.params):
+            param.grad = bucket.views[slot] if bucket.present[slot] else None
+            bucket.is_published[slot] = bucket.present[slot]
+
+    def _arm(self, bucket: GradientBucket) -> None:
+        """Before a flush: every `p.grad` is its shard, whose first read flushes; also on ranks without a gradient."""
+        self._is_pending = True
+        for slot, param in enumerate(bucket.params):
+            param.grad = bucket.views[slot]
+            bucket.is_published[slot] = True
+
+    # -- the optimizer's side ----------------------------------------------------------------------------------------
+
+    def clear(self, *, set_to_none: bool = True) -> None:
+        """`zero_grad`: forget gradients, those under way included. Nothing is waited for."""
+        if self._task is not None:
+            self._abandon_backward()
+        present = [bucket.present for bucket in self.buckets]
+        self._forget()
+        for bucket, flags in zip(self.buckets, present, strict=True):
+            if not set_to_none:
+                bucket.present = flags
+            self._arm(bucket)
+
+    def _forget(self) -> None:
+        self._keeps_round = False
+        for bucket in self.buckets:
+            for handle in bucket.pending:
+                handle.drop_result()
+            if bucket.full is not None:
+                self._pool.give(bucket.full)
+                bucket.full = None
+            bucket.written = [False] * len(bucket.params)
+            bucket.present = [False] * len(bucket.params)
+            bucket.is_published = [False] * len(bucket.params)
+            bucket.holds_sum = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add up locally; the first backward outside, or `step()`, communicates."""
+        before, self._is_synchronizing = self._is_synchronizing, False
+        try:
+            yield
+        finally:
+            self._is_synchronizing = before
+
+
+NUM_STEP_FACTS = 4
+
+
+def _before_accumulation(
+    reference: Callable[[], GradientReduction | None], bucket: int, slot: int, *_: object
+) -> None:
+    reduction = reference()
+    if reduction is not None:
+        reduction._before_accumulation(bucket, slot)
+
+
+def _after_accumulation(
+    reference: Callable[[], GradientReduction | None], bucket: int, slot: int, _: Tensor
+) -> None:
+    reduction = reference()
+    if reduction is not None:
+        reduction._after_accumulation(bucket, slot)
+
+
+def _end_backward(reference: Callable[[], GradientReduction | None]) -> None:
+    reduction = reference()
+    if reduction is not None:
+        reduction._finish_backward()
+
+
+def _remove_handles(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _is_nested_backward() -> bool:
+    """Whether a backward runs inside another one's on this thread (reentrant checkpoints)."""
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return depth > 1

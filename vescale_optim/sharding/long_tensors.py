@@ -1,0 +1,87 @@
+"""Partitions of long tensors into segments, the smallest sum of shard sizes first. Used by `partition` and `bounds`.
+
+Every tensor here is cut so often that the S of its segment is a multiple of its block. So a segment that holds the tensors
+T needs S = the least multiple of lcm(their blocks) that is at least (their elements) / ranks, and, if S is that multiple,
+they fit without a gap. Which tensors share a segment is then all there is to decide, by branch and bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappush, heapreplace
+from math import lcm
+
+from vescale_optim.sharding.packing import Item, round_up
+
+
+@dataclass(frozen=True, order=True)
+class LongPartition:
+    """`members[i]`, positions in the list of tensors, lie in a segment of shards of `shards[i]` elements."""
+
+    sum_of_shards: int
+    shards: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+
+
+def least_partitions(
+    items: Sequence[Item],
+    num_ranks: int,
+    *,
+    below: int,
+    enough: int,
+    most_segments: int | None = None,
+    num_kept: int = 1,
+    most_tries: int = 20_000,
+) -> tuple[list[LongPartition], bool]:
+    """The partitions with the smallest sums, ascending, and whether all that matter were looked at.
+
+    Args:
+        items: long tensors, each with a `cut`; the largest first is fastest.
+        below: only sums under this.
+        enough: sums up to this are as good as each other; the search ends once all `num_kept` are.
+    """
+    kept: list[tuple[int, int, LongPartition]] = []
+    segments: list[tuple[int, int, int, tuple[int, ...]]] = []
+    limit, tries = below, 0
+
+    def search(position: int, spent: int) -> None:
+        nonlocal limit, tries
+        tries += 1
+        if tries > most_tries or spent >= limit or limit <= enough:
+            return
+        if position == len(items):
+            ordered = sorted(segments, key=lambda segment: segment[3])
+            found = LongPartition(spent, tuple(entry[2] for entry in ordered), tuple(entry[3] for entry in ordered))
+            # A heap of the worst kept so far; `tries` makes the entries comparable and the result the same everywhere.
+            entry = (-max(spent, enough), tries, found)
+            if len(kept) < num_kept:
+                heappush(kept, entry)
+            else:
+                heapreplace(kept, entry)
+            if len(kept) == num_kept:
+                limit = -kept[0][0]
+            return
+        item = items[position]
+        room_for_more = most_segments is None or len(segments) < most_segments
+        for index in range(len(segments) + room_for_more):
+            is_new = index == len(segments)
+            before = (1, 0, 0, ()) if is_new else segments[index]
+            # A segment like an earlier one would only repeat its tries.
+            if any(before[:3] == other[:3] for other in segments[:index]):
+                continue
+            multiple, held = lcm(before[0], item.cut), before[1] + item.size
+            shard = round_up(-(-held // num_ranks), multiple)
+            after = (multiple, held, shard, (*before[3], position))
+            if is_new:
+                segments.append(after)
+            else:
+                segments[index] = after
+            search(position + 1, spent + shard - before[2])
+            if is_new:
+                segments.pop()
+            else:
+                segments[index] = before
+
+    search(0, 0)
+    return sorted(entry[2] for entry in kept), tries <= most_tries

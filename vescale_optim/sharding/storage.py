@@ -1,0 +1,457 @@
+"""Storage: how the user's parameters live, and how an optimizer meets them.
+
+ReplicatedStorage takes plain parameters, whole and equal on every rank (ZeRO-2; ZeRO-1 beside DDP). They are re-homed
+into the global buffers of DBuffers: `p.data` becomes a view, the parameter object stays. Each rank updates the units it
+owns in place, and one all-gather per bucket completes the parameters everywhere.
+
+    params.full      | W1 W1 W1 | W1 b1 W2 | W2 W2 W2 |      every p.data is a view
+    on rank 1                    ^^^^^^^^^^                  updated by step(), then sent to the others
+    grads.shards                 ^^^^^^^^^^                  mean gradients: GradientReduction, or slices of DDP's
+    master.shards                ^^^^^^^^^^                  only with master_dtype
+
+All sizes are in elements. The order of buckets is the reverse of registration, the order in which gradients finish.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_optim.sharding.agreement import Agreement
+from vescale_optim.sharding.blocks import Blocks
+from vescale_optim.sharding.bucketing import form_buckets
+from vescale_optim.sharding.collectives import Pending, data_group
+from vescale_optim.sharding.dbuffer import DBuffer
+from vescale_optim.sharding.gradient_reduction import FlushKind, GradientBucket, GradientReduction
+from vescale_optim.sharding.live_modules import DDP_MESSAGE, ids_owned_by_modules, is_wrapped_by_ddp
+from vescale_optim.sharding.planner import BufferPlan
+from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
+
+# 16 fp32 elements are one AVX-512 register and one cache line: shards cut there go through the same vector lanes as the
+# whole tensor, so a fused kernel gives the same bits.
+ALIGN = 16
+
+
+@dataclass(frozen=True, eq=False)
+class ManagedParameter:
+    """One parameter of the user, with what the optimizer declared about it.
+
+    Args:
+        name: for messages and checkpoints.
+        param: the user's object.
+        blocks: what must be whole.
+        cost: FLOPs of the rule on the whole tensor.
+    """
+
+    name: str
+    param: nn.Parameter
+    blocks: Blocks
+    cost: float = 0.0
+
+
+@dataclass(eq=False)
+class ParameterBucket:
+    """One bucket of a ReplicatedStorage.
+
+    Attributes:
+        members: indices of its parameters in the storage, in plan order.
+        params: global buffer that the parameters are views of.
+        master: shards in a wider dtype, or None.
+        grads: mean gradients, or None where somebody else synchronises them.
+    """
+
+    members: tuple[int, ...]
+    plan: BufferPlan
+    params: DBuffer
+    master: DBuffer | None
+    grads: GradientBucket | None
+    gathering: list[Pending] = field(default_factory=list)
+
+    @property
+    def updated(self) -> DBuffer:
+        """The shards that the rule updates."""
+        return self.master or self.params
+
+
+class ReplicatedStorage:
+    """Plain parameters, equal on all ranks of a one-dimensional mesh.
+
+    Args:
+        mesh: the ranks; gradients are averaged and state is sharded over them.
+        reduces_gradients: average gradients during backward; else they are already equal when `step` comes (DDP).
+        master_dtype: dtype of a wider copy of the shards that the rule updates, or None.
+        grad_dtype: dtype in which gradients are added up and sent; None for the parameter's.
+        bucket_bytes: size of a bucket.
+        broadcasts: compare the ranks' values at construction and take rank 0's where they differ.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        reduces_gradients: bool,
+        master_dtype: torch.dtype | None,
+        grad_dtype: torch.dtype | None,
+        bucket_bytes: int,
+        broadcasts: bool,
+    ) -> None:
+        self.mesh = mesh
+        self.agreement = Agreement(mesh.get_group())
+        self.rank = self.agreement.rank
+        self.num_ranks = self.agreement.size
+        self.reduction = GradientReduction(self.agreement) if reduces_gradients else None
+        self.parameters: list[ManagedParameter] = []
+        self.buckets: list[ParameterBucket] = []
+        self.loads = [0.0] * self.num_ranks
+        self._master_dtype = master_dtype
+        self._grad_dtype = grad_dtype
+        self._bucket_bytes = bucket_bytes
+        self._broadcasts = broadcasts
+        self._group = data_group(mesh.get_group(), mesh.device_type)
+        self._location: list[tuple[int, int]] = []
+        self._pointers: list[int] = []
+        self._references: list[int] = []
+        self._owned: set[int] = set()
+        self._present: list[bool] = []
+        self._has_compared_gradients = False
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def add(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Plan, re-home and hook further parameters; every rank calls this with the same ones.
+
+        Raises:
+            ValueError: a parameter that cannot be re-homed (named), or one that DDP also reduces.
+        """
+        first = len(self.parameters)
+        check_plain(parameters, self.mesh)
+        if self.reduction is not None and is_wrapped_by_ddp([managed.param for managed in parameters]):
+            raise ValueError(DDP_MESSAGE)
+        self.parameters += parameters
+        self._location += [(-1, -1)] * len(parameters)
+        self._pointers += [0] * len(parameters)
+        self._present += [False] * len(parameters)
+        new_buckets = [
+            self._build_bucket([first + index for index in members], plan)
+            for members, plan in self._plan_buckets(parameters)
+        ]
+        for bucket in new_buckets:
+            for slot, index in enumerate(bucket.members):
+                self._location[index] = (len(self.buckets), slot)
+            self.buckets.append(bucket)
+        if self._broadcasts:
+            self._make_equal(range(first, len(self.parameters)))
+        for bucket in new_buckets:
+            if bucket.master is not None:
+                bucket.master.copy_(bucket.params)
+            if self.reduction is not None:
+                self.reduction.add_bucket(bucket.grads)
+        self._owned |= ids_owned_by_modules([managed.param for managed in parameters])
+        self._references += [sys.getrefcount(managed.param) for managed in parameters]
+
+    def _plan_buckets(self, parameters: Sequence[ManagedParameter]) -> list[tuple[list[int], BufferPlan]]:
+        """Buckets of one dtype and device each, in the reverse order of registration."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in reversed(range(len(parameters))):
+            param = parameters[index].param
+            kinds.setdefault((param.dtype, param.device), []).append(index)
+        planned = []
+        for (dtype, _), indices in kinds.items():
+            tensors = [replace(parameters[i].blocks.units, cost=parameters[i].cost) for i in indices]
+            buckets = form_buckets(
+                tensors,
+                self.num_ranks,
+                bucket_numel=max(self._bucket_bytes // dtype.itemsize, 1),
+                align=ALIGN,
+                loads=self.loads,
+            )
+            planned += [([indices[tensor] for tensor in bucket.tensors], bucket.plan) for bucket in buckets]
+        return planned
+
+    def _build_bucket(self, members: list[int], plan: BufferPlan) -> ParameterBucket:
+        managed = [self.parameters[index] for index in members]
+        dtype, device = managed[0].param.dtype, managed[0].param.device
+        params = DBuffer(plan, self._group, dtype, device, with_full=True)
+        with torch.no_grad():
+            for slot, (index, entry) in enumerate(zip(members, managed, strict=True)):
+                view = params.full_view(slot, entry.param.shape)
+                view.copy_(entry.param)
+                entry.param.data = view
+                self._pointers[index] = view.data_ptr()
+        needs_master = self._master_dtype not in (None, dtype)
+        master = DBuffer(plan, self._group, self._master_dtype, device) if needs_master else None
+        grads = None
+        if self.reduction is not None:
+            grad_dtype = self._grad_dtype or dtype
+            shards = DBuffer(plan, self._group, grad_dtype, device)
+            before_read = partial(_before_read, ref(self.reduction))
+            views = [
+                self._ragged(shards.shard_view(slot), entry.param.shape, plan.shares(slot), before_read)
+                for slot, entry in enumerate(managed)
+            ]
+            if grad_dtype != dtype:
+                for entry in managed:
+                    entry.param.grad_dtype = grad_dtype
+            names = [entry.name for entry in managed]
+            grads = GradientBucket([entry.param for entry in managed], names, shards, views)
+        return ParameterBucket(tuple(members), plan, params, master, grads)
+
+    def _make_equal(self, indices: range) -> None:
+        """Compare the ranks' parameter values; where they differ, say so and take rank 0's."""
+        sums = [value for index in indices for value in checksum(self.parameters[index].param)]
+        agreed = self.agreement.maximum(sums + [-value for value in sums])
+        different = [i // 2 for i in range(len(sums)) if agreed[i] != -agreed[i + len(sums)]]
+        if not different:
+            return
+        warnings.warn(
+            f"parameter '{self.parameters[indices[different[0]]].name}' differs between ranks (and {len(different) - 1} "
+            "more checks); rank 0's values are broadcast. Seed every rank alike or load the same checkpoint; pass "
+            "broadcast_parameters=False to keep different values on purpose",
+            stacklevel=5,
+        )
+        for handle in [bucket.params.broadcast() for bucket in self.buckets if set(bucket.members) & set(indices)]:
+            handle.wait()
+
+    def _ragged(self, local: Tensor, shape: Sequence[int], shares: Sequence[int], before_read=None) -> RaggedTensor:
+        placement = RaggedShard.from_numels(tuple(shape), tuple(shares))
+        return RaggedTensor.from_local(local, self.mesh, placement, tuple(shape), before_read=before_read)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def allocate_like_parameters(
+        self, indices: Sequence[int], dtype: torch.dtype | None, fill: float
+    ) -> dict[int, RaggedTensor]:
+        """State of the parameters' shape and placement; dtype None for the dtype that the rule updates."""
+        layout = {index: (tuple(self.parameters[index].param.shape), self._shares(index)) for index in indices}
+        return self._allocate(layout, dtype, fill)
+
+    def allocate_per_unit(
+        self, unit_numels: dict[int, Sequence[int]], dtype: torch.dtype | None, fill: float
+    ) -> dict[int, RaggedTensor]:
+        """State that lives with the owner of each unit: one logical 1-D tensor per parameter, its units in order."""
+        layout = {}
+        for index, numels in unit_numels.items():
+            bucket, slot = self._location[index]
+            plan = self.buckets[bucket].plan
+            ranges = [plan.unit_range(slot, rank) for rank in range(self.num_ranks)]
+            layout[index] = ((sum(numels),), [sum(numels[first : first + count]) for first, count in ranges])
+        return self._allocate(layout, dtype, fill)
+
+    def _allocate(
+        self, layout: dict[int, tuple[tuple[int, ...], Sequence[int]]], dtype: torch.dtype | None, fill: float
+    ) -> dict[int, RaggedTensor]:
+        """One arena per bucket and dtype: few allocations, each tensor aligned."""
+        result: dict[int, RaggedTensor] = {}
+        arenas: dict[tuple[int, torch.dtype], list[int]] = {}
+        for index in layout:
+            bucket = self._location[index][0]
+            arenas.setdefault((bucket, dtype or self.buckets[bucket].updated.dtype), []).append(index)
+        for (bucket, arena_dtype), indices in arenas.items():
+            strides = [-(-layout[index][1][self.rank] // ALIGN) * ALIGN for index in indices]
+            device = self.buckets[bucket].params.device
+            arena = torch.full((sum(strides),), fill, dtype=arena_dtype, device=device)
+            for index, chunk in zip(indices, arena.split(strides), strict=True):
+                shape, shares = layout[index]
+                result[index] = self._ragged(chunk[: shares[self.rank]], shape, shares)
+        return result
+
+    def _shares(self, index: int) -> tuple[int, ...]:
+        bucket, slot = self._location[index]
+        return self.buckets[bucket].plan.shares(slot)
+
+    # -- what a rule sees --------------------------------------------------------------------------------------------
+
+    def shard(self, index: int) -> Tensor:
+        """The flat shard of a parameter that the rule updates in place."""
+        bucket, slot = self._location[index]
+        return self.buckets[bucket].updated.shard_view(slot)
+
+    def gradient(self, index: int) -> Tensor:
+        """The flat shard of its mean gradient, in the gradient's dtype."""
+        bucket, slot = self._location[index]
+        grads = self.buckets[bucket].grads
+        if grads is not None:
+            return grads.shards.shard_view(slot)
+        extent = self.buckets[bucket].plan.extent(slot, self.rank)
+        return self.parameters[index].param.grad.reshape(-1).narrow(0, extent.start, extent.numel)
+
+    def unit_range(self, index: int) -> tuple[int, int]:
+        """First unit and number of units of a parameter on this rank."""
+        bucket, slot = self._location[index]
+        return self.buckets[bucket].plan.unit_range(slot, self.rank)
+
+    def extent_start(self, index: int) -> int:
+        """Position in the flat parameter of the first element on this rank."""
+        bucket, slot = self._location[index]
+        return self.buckets[bucket].plan.extent(slot, self.rank).start
+
+    def has_gradient(self, index: int) -> bool:
+        """Whether any rank has a gradient of the parameter; known after `synchronize`, the same on all ranks."""
+        return self._present[index]
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    def synchronize(self, facts: Sequence[int], fault: str | None) -> list[int]:
+        """Complete the gradients, and agree that the step can go on.
+
+        Args:
+            facts: `NUM_STEP_FACTS` integers; their maximum over ranks is returned.
+            fault: what the optimizer found wrong on this rank.
+
+        Raises:
+            RuntimeError: on every rank alike, where one found a fault; nothing is changed then.
+        """
+        fault = fault or self._find_fault()
+        if self.reduction is not None:
+            agreed = self.reduction.flush(FlushKind.STEP, facts, fault)
+            for bucket in self.buckets:
+                for index, present in zip(bucket.members, bucket.grads.present, strict=True):
+                    self._present[index] = present
+        else:
+            agreed = self._agree_on_synchronised_gradients(facts, fault)
+        return agreed
+
+    def _agree_on_synchronised_gradients(self, facts: Sequence[int], fault: str | None) -> list[int]:
+        mine = [managed.param.grad is not None for managed in self.parameters]
+        message = [fault is not None, *mine, *(not flag for flag in mine), *facts]
+        agreed = self.agreement.maximum([int(value) for value in message])
+        if agreed[0]:
+            self.agreement.raise_fault(fault)
+        present, absent = agreed[1 : 1 + len(mine)], agreed[1 + len(mine) : 1 + 2 * len(mine)]
+        for managed, has, lacks in zip(self.parameters, present, absent, strict=True):
+            if has and lacks:
+                raise RuntimeError(
+                    f"parameter '{managed.name}' has a gradient on some ranks only, but grad_sync='none' takes gradients "
+                    "that are already equal on all; synchronise it, or use grad_sync='reduce_scatter'"
+                )
+        self._present = [bool(flag) for flag in present]
+        if not self._has_compared_gradients and any(present):
+            self._has_compared_gradients = True
+            self._compare_gradients()
+        return agreed[1 + 2 * len(mine) :]
+
+    def _compare_gradients(self) -> None:
+        """Once: unsynchronised gradients would give a wrong training run without any error."""
+        with_gradient = [managed for managed, present in zip(self.parameters, self._present, strict=True) if present]
+        norms = [torch.linalg.vector_norm(managed.param.grad, dtype=torch.float32) for managed in with_gradient]
+        values = torch.stack(norms).cpu().view(torch.int32).tolist()
+        # The bits of non-negative floats are ordered like their values.
+        agreed = self.agreement.maximum(values + [-value for value in values])
+        for managed, largest, smallest in zip(with_gradient, agreed[: len(values)], agreed[len(values) :], strict=True):
+            high, low = torch.tensor([largest, -smallest], dtype=torch.int32).view(torch.float32).tolist()
+            if high - low > 1e-3 * high:
+                raise RuntimeError(
+                    f"the gradient of parameter '{managed.name}' differs between ranks (norms {low:g} to {high:g}), but "
+                    "grad_sync='none' takes gradients that are already averaged (DistributedDataParallel does that); "
+                    "use grad_sync='reduce_scatter' to let the optimizer average them"
+                )
+
+    def _find_fault(self) -> str | None:
+        for index, managed in enumerate(self.parameters):
+            param = managed.param
+            bucket, slot = self._location[index]
+            if param.data_ptr() != self._pointers[index] or param.dtype != self.buckets[bucket].params.dtype:
+                return (
+                    f"the storage of parameter '{managed.name}' of shape {tuple(param.shape)} was replaced after the "
+                    "optimizer was made (module.to(dtype or device), .half() and the like); convert the model first, "
+                    "then construct the optimizer"
+                )
+            if self.reduction is not None and param.requires_grad and self.reduction.has_lost_hooks(bucket, slot):
+                return (
+                    f"autograd's accumulation node of parameter '{managed.name}' was replaced after the optimizer was "
+                    "made, so its gradients are not seen (assigning .data of another dtype does that); construct the "
+                    "optimizer afterwards"
+                )
+        return self._find_orphan()
+
+    def _find_orphan(self) -> str | None:
+        """A parameter that its module let go keeps its storage and hooks, and never gets a gradient again.
+
+        The module's reference is then missing in the count, which is cheap to see; a scan makes sure.
+        """
+        suspects = [
+            index
+            for index, managed in enumerate(self.parameters)
+            if id(managed.param) in self._owned and sys.getrefcount(managed.param) < self._references[index]
+        ]
+        if not suspects:
+            return None
+        still_owned = ids_owned_by_modules([self.parameters[index].param for index in suspects])
+        for index in suspects:
+            managed = self.parameters[index]
+            if id(managed.param) not in still_owned:
+                return (
+                    f"parameter '{managed.name}' of shape {tuple(managed.param.shape)} is no longer part of its module "
+                    "(load_state_dict(assign=True) replaces parameters); load without assign, or construct the optimizer "
+                    "afterwards"
+                )
+            self._references[index] = sys.getrefcount(managed.param)
+        return None
+
+    def publish(self, bucket: int) -> None:
+        """Start sending the updated shards of a bucket to the other ranks."""
+        parts = self.buckets[bucket]
+        if parts.master is not None:
+            parts.params.copy_(parts.master)
+        parts.gathering = parts.params.all_gather()
+
+    def finish_publishing(self) -> None:
+        """Complete the parameters; a backward over values saved before raises from now on, as after any in-place edit."""
+        for bucket in self.buckets:
+            gathering, bucket.gathering = bucket.gathering, []
+            for handle in gathering:
+                handle.wait()
+        torch.autograd.graph.increment_version([managed.param for managed in self.parameters])
+
+    def bucket_members(self) -> list[tuple[int, ...]]:
+        """Indices of the parameters of each bucket, in the order in which they are updated and sent."""
+        return [bucket.members for bucket in self.buckets]
+
+
+def _before_read(reference: ref[GradientReduction]) -> None:
+    reduction = reference()
+    if reduction is not None:
+        reduction.before_read()
+
+
+def checksum(tensor: Tensor) -> tuple[int, int]:
+    """Two sums over the bits of a tensor: of all elements, and of every second one."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    bits = tensor.detach().reshape(-1).view(integer)
+    sums = torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
+    first, second = sums.tolist()
+    return first, second
+
+
+def check_plain(parameters: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
+    """Raise ValueError, naming the parameter, where one cannot live as a view of a flat buffer."""
+    spans: list[tuple[int, int, str]] = []
+    for managed in parameters:
+        param, where = managed.param, f"parameter '{managed.name}' of shape {tuple(managed.param.shape)}"
+        if param.device.type != mesh.device_type:
+            raise ValueError(
+                f"{where} is on {param.device}, but the mesh is of {mesh.device_type} devices; move the model before "
+                "constructing the optimizer, or give a mesh of its device type"
+            )
+        if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
+            raise ValueError(f"{where} has dtype {param.dtype}; parameters must be floating point of 16 bits or more")
+        if param.numel():
+            start = param.untyped_storage().data_ptr() + param.storage_offset() * param.element_size()
+            extent = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            spans.append((start, start + (extent + 1) * param.element_size(), managed.name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"parameters '{name}' and '{other}' are different objects over the same memory; tie weights by assigning "
+                "the same Parameter to both modules"
+            )
