@@ -22,6 +22,7 @@ rates and number of steps are the same, and at the end the parameters of each pa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -30,7 +31,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,8 +235,7 @@ def timed_block(candidate: Candidate, batch: tuple[Tensor, Tensor], iterations: 
 
 def count_collectives(candidate: Candidate, batch: tuple[Tensor, Tensor]) -> dict[str, int]:
     """Collectives of one iteration and the forward after it, by kind; the profiler sees those that C++ starts, too."""
-    # Without kineto, which prints lines of its own (torch 2.13).
-    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+    with muted_stderr(), torch.autograd.profiler.profile() as profile:
         candidate.iterate(batch)
         with torch.no_grad():
             candidate.module(*batch)
@@ -348,6 +348,19 @@ def spread(values: list[float], form: str) -> str:
 
 def mebibytes(values: list[int]) -> str:
     return " ".join(f"{value / 2**20:.1f}" for value in values)
+
+
+@contextlib.contextmanager
+def muted_stderr() -> Iterator[None]:
+    """torch 2.13's profiler prints a line of its own when it starts and when it stops."""
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
 def gather(value: Any) -> list[Any]:

@@ -166,7 +166,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         storage = self._storage
         new = [(name, param, group) for name, param, group in self._trainable() if param not in self._index_of]
         storage.agreement.require_same(
-            [record_of(name, param, group) for name, param, group in new] + [repr(self._options)], explain_difference
+            [repr(self._options)] + [record_of(name, param, group) for name, param, group in new], explain_difference
         )
         managed = []
         for name, param, group in new:
@@ -178,6 +178,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         for offset, (_, param, _) in enumerate(new):
             self._index_of[param] = first + offset
         self._make_state([(first + offset, param, group) for offset, (_, param, group) in enumerate(new)])
+        storage.remember_references()
 
     def _make_state(self, new: Sequence[tuple[int, Tensor, Group]]) -> None:
         """State exists from construction, on every rank alike, whether a parameter ever gets a gradient or not."""

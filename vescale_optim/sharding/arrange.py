@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from vescale_optim.sharding.balance import Job, assign_jobs, smallest_size
+from vescale_optim.sharding.fill import fill_shards
 from vescale_optim.sharding.packing import Item, as_runs, smallest_shard, starts_in_order
 from vescale_optim.sharding.partition import Part, Partitioner
 
@@ -48,12 +49,13 @@ def even_drafts(
     if not items:
         return []
     best = _least_padding(items, list(items), num_ranks, align)
-    if num_ranks == 1 or not any(costs.values()):
-        return best
     total = sum(item.size for item in items.values())
+    has_lumps = any(not _can_be_cut(item) and item.size * num_ranks * 64 > total for item in items.values())
+    if num_ranks == 1 or not (has_lumps or any(costs.values())):
+        return best
     ways = [best]
-    for cut_whole in (True, False):
-        for drafts in _even_cost(items, costs, num_ranks, align, loads, tolerance, jobs_may_be_cut=cut_whole):
+    for jobs_may_be_cut in (True, False):
+        for drafts in _by_jobs(items, costs, num_ranks, align, loads, tolerance, jobs_may_be_cut=jobs_may_be_cut):
             if drafts not in ways:
                 ways.append(drafts)
     paddings = [sum(sum(draft.shards) for draft in drafts) / total - 1 for drafts in ways]
@@ -71,12 +73,27 @@ def even_drafts(
 def uneven_drafts(
     items: Mapping[int, Item], costs: Mapping[int, float], num_ranks: int, align: int, loads: Sequence[float]
 ) -> list[Draft]:
-    """Segments whose shards are as large as what each rank holds: whole tensors, then cut ones to level cost, then bytes."""
+    """Segments whose shards are as large as what each rank holds: first cost is levelled, then bytes."""
+    average = sum(item.size for item in items.values()) / num_ranks
+    ways = []
+    # Costly tensors that can be cut are cut where the level wants it, or go to one rank each if they are small.
+    for largest_job in (0.0, average / 2):
+        whole = [i for i, item in items.items() if not _can_be_cut(item) or (costs[i] and item.size <= largest_job)]
+        drafts = _uneven_way(whole, items, costs, num_ranks, loads)
+        if drafts not in ways:
+            ways.append(drafts)
+    return min(ways, key=lambda drafts: (_busiest(drafts, items, costs, loads), _largest_rank(drafts), len(drafts)))
+
+
+def _uneven_way(
+    whole: Sequence[int], items: Mapping[int, Item], costs: Mapping[int, float], num_ranks: int, loads: Sequence[float]
+) -> list[Draft]:
+    """Whole tensors to ranks, then costly ones cut to level cost, then the others cut to level bytes."""
     drafts: list[Draft] = []
     load, size = list(loads), [0] * num_ranks
-    whole = [index for index, item in items.items() if not _can_be_cut(item)]
-    costly = [index for index in items if _can_be_cut(items[index]) and costs[index]]
-    free = [index for index in items if _can_be_cut(items[index]) and not costs[index]]
+    placed = set(whole)
+    costly = [index for index in items if index not in placed and costs[index]]
+    free = [index for index in items if index not in placed and not costs[index]]
     if whole:
         owners = _owners(whole, items, costs, size, load)
         drafts.append(_stacked_by_rank(whole, owners, items, num_ranks))
@@ -84,14 +101,17 @@ def uneven_drafts(
             load[owner] += costs[index]
             size[owner] += items[index].size
     if costly:
-        draft = _stream(costly, items, {index: costs[index] for index in costly}, load)
+        draft = _stream(costly, items, costs, load)
         drafts.append(draft)
-        load = [a + b for a, b in zip(load, _rank_costs([draft], items, costs, num_ranks), strict=True)]
         size = [a + b for a, b in zip(size, draft.shards, strict=True)]
     if free:
         weights = {index: float(items[index].size) for index in free}
         drafts.append(_stream(free, items, weights, [float(numel) for numel in size]))
     return drafts
+
+
+def _largest_rank(drafts: Sequence[Draft]) -> int:
+    return max(map(sum, zip(*(draft.shards for draft in drafts), strict=True)), default=0)
 
 
 def _can_be_cut(item: Item) -> bool:
@@ -136,7 +156,7 @@ def _placed(taken: list[int], part: Part, items: Mapping[int, Item], num_ranks: 
     return Draft(tuple(taken), tuple(starts), (part.shard,) * num_ranks)
 
 
-def _even_cost(
+def _by_jobs(
     items: Mapping[int, Item],
     costs: Mapping[int, float],
     num_ranks: int,
@@ -154,31 +174,38 @@ def _even_cost(
     average = total / num_ranks
     jobs, streams, fillers = [], [], []
     for index, item in items.items():
-        if _can_be_cut(item) and not costs[index]:
+        if not costs[index] and (_can_be_cut(item) or item.size * 16 < average):
             fillers.append(index)
         elif not _can_be_cut(item) or (jobs_may_be_cut and item.size <= average):
-            (jobs if costs[index] or item.size * 8 > average else fillers).append(index)
+            jobs.append(index)
         else:
             streams.append(index)
     drafts: list[Draft] = []
-    load = list(loads)
     for members in _equal_density(streams, items, costs):
         drafts += _one_segment(members, items, num_ranks, align)
-    for rank, cost in enumerate(_rank_costs(drafts, items, costs, num_ranks)):
-        load[rank] += cost
+    load = [a + b for a, b in zip(loads, _rank_costs(drafts, items, costs, num_ranks), strict=True)]
     if not jobs:
         return [drafts + _least_padding(items, fillers, num_ranks, align)]
-    found = []
     job_list = [Job(items[index].size, costs[index]) for index in jobs]
     tightest = smallest_size(job_list, [0] * num_ranks)
+    if not any(job.cost for job in job_list):
+        job_list = [Job(job.size, float(job.size)) for job in job_list]
+        load = [0.0] * num_ranks
     spent = sum(sum(draft.shards) - sum(items[index].size for index in draft.tensors) for draft in drafts)
-    room = sum(job.size for job in job_list) + max(tolerance * total - spent, 0)
-    for largest in sorted({tightest, max(tightest, int(room) // num_ranks // align * align)}):
+    job_numel = sum(job.size for job in job_list)
+    allowance = max(int(tolerance * total) - spent, 0)
+    filler_numel = sum(items[index].size for index in fillers if items[index].size <= average / 2)
+    found = []
+    for room in sorted({0, allowance, filler_numel, filler_numel + allowance}):
+        largest = max(tightest, (job_numel + room) // num_ranks // align * align)
         owners = assign_jobs(job_list, [0] * num_ranks, load, largest_size=largest)
-        if owners is None:
-            continue
-        draft, left = _filled(jobs, owners, fillers, items, num_ranks)
-        found.append([*drafts, draft, *_least_padding(items, left, num_ranks, align)])
+        if owners is not None:
+            filling = fill_shards(
+                _by_rank(jobs, owners, num_ranks), fillers, items, align, segment_numel=_SEGMENT_NUMEL
+            )
+            tensors, starts = zip(*filling.placed, strict=True)
+            draft = Draft(tensors, starts, (filling.shard,) * num_ranks)
+            found.append([*drafts, draft, *_least_padding(items, filling.left, num_ranks, align)])
     return found
 
 
@@ -200,34 +227,6 @@ def _one_segment(members: Sequence[int], items: Mapping[int, Item], num_ranks: i
     starts = starts_in_order(order, shard, shard * num_ranks)
     assert starts is not None
     return [Draft(tuple(members), tuple(starts), (shard,) * num_ranks)]
-
-
-def _filled(
-    jobs: Sequence[int], owners: Sequence[int], fillers: Sequence[int], items: Mapping[int, Item], num_ranks: int
-) -> tuple[Draft, list[int]]:
-    """Equal shards that hold each rank's jobs, with fillers in the room that is left; and the fillers left over."""
-    held: list[list[int]] = [[] for _ in range(num_ranks)]
-    size = [0] * num_ranks
-    for index, owner in zip(jobs, owners, strict=True):
-        held[owner].append(index)
-        size[owner] += items[index].size
-    shard = max(size)
-    left = []
-    for index in sorted(fillers, key=lambda index: (-items[index].size, index)):
-        rank = min(range(num_ranks), key=lambda rank: (size[rank], rank))
-        if size[rank] + items[index].size <= shard:
-            held[rank].append(index)
-            size[rank] += items[index].size
-        else:
-            left.append(index)
-    tensors, starts = [], []
-    for rank, members in enumerate(held):
-        cursor = rank * shard
-        for index in sorted(members):
-            tensors.append(index)
-            starts.append(cursor)
-            cursor += items[index].size
-    return Draft(tuple(tensors), tuple(starts), (shard,) * num_ranks), sorted(left)
 
 
 def _owners(
@@ -253,12 +252,17 @@ def _owners(
     return [owners[index] for index in whole]
 
 
-def _stacked_by_rank(
-    members: Sequence[int], owners: Sequence[int], items: Mapping[int, Item], num_ranks: int
-) -> Draft:
+def _by_rank(members: Sequence[int], owners: Sequence[int], num_ranks: int) -> list[list[int]]:
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     for index, owner in zip(members, owners, strict=True):
         held[owner].append(index)
+    return held
+
+
+def _stacked_by_rank(
+    members: Sequence[int], owners: Sequence[int], items: Mapping[int, Item], num_ranks: int
+) -> Draft:
+    held = _by_rank(members, owners, num_ranks)
     tensors = [index for indices in held for index in indices]
     starts = list(accumulate((items[index].size for index in tensors), initial=0))[:-1]
     shards = tuple(sum(items[index].size for index in indices) for indices in held)

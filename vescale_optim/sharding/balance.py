@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 # Bounds on the work, so that planning for thousands of ranks takes a fraction of a second.
-_MOST_TRADES = 1000
+_MOST_TRADES = 2_000
+_MOST_COMPARISONS = 60_000
 _NUM_PARTNERS = 12
 
 
@@ -101,10 +102,10 @@ def _improve(
         held[owner][jobs[index]].append(index)
         load[owner] += jobs[index].cost
     ranking = sorted((load[rank], size[rank], rank) for rank in range(len(sizes)))
-    enough = sum(load) / len(load) * (1 + 1e-4)
-    for _ in range(min(4 * len(sizes) + 64, _MOST_TRADES)):
+    enough, comparisons = sum(load) / len(load) * (1 + 1e-4), 0
+    for _ in range(_MOST_TRADES):
         busiest = ranking[-1][2]
-        if load[busiest] <= enough:
+        if load[busiest] <= enough or comparisons > _MOST_COMPARISONS:
             break
         others = [rank for _, _, rank in ranking[:_NUM_PARTNERS]]
         best = None
@@ -112,6 +113,7 @@ def _improve(
             if other == busiest:
                 continue
             for given in held[busiest]:
+                comparisons += 1 + len(held[other])
                 for taken in (None, *held[other]):
                     cost = given.cost - (taken.cost if taken else 0.0)
                     numel = given.size - (taken.size if taken else 0)

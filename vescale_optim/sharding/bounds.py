@@ -20,8 +20,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import gcd, lcm
 
-from vescale_optim.sharding.long_tensors import least_partitions
-from vescale_optim.sharding.packing import Item, round_up
+from vescale_optim.sharding.segment_partitions import least_partitions
+from vescale_optim.sharding.packing import Item, Run, as_runs, round_up
 
 
 def smallest_local_numel(items: Sequence[Item], num_ranks: int, align: int, *, known: int) -> int:
@@ -32,34 +32,44 @@ def smallest_local_numel(items: Sequence[Item], num_ranks: int, align: int, *, k
     """
     if not items:
         return 0
-    bound = _scheduling_bound(_units(items), num_ranks, align)
-    by_size = sorted((item for item in items if item.cut), key=lambda item: (-item.size, -item.cut))
-    # While L is at most half of a tensor, S respects its block and those of all longer ones. The more tensors, the larger
-    # the bound, but the smaller the L up to which it holds: from many to few, until it holds.
-    halves = sorted({half for item in by_size if bound < (half := item.size // 2)})
-    for half in halves:
-        long = [item for item in by_size if item.size // 2 >= half]
-        enough = min(half + 1, known)
-        least = _contiguity_bound(long, num_ranks, bound, enough)
-        bound = max(bound, min(least, enough))
-        if least < enough or enough == known:
-            break
+    bound = scheduling_bound(as_runs(items), num_ranks, align)
+    by_size = sorted(items, key=lambda item: (-item.size, -item.cut, item.cuts))
+    # While L is at most half of a tensor, S respects its block and those of all longer ones: the more tensors, the larger
+    # the bound, but the smaller the L up to which it holds. Sought is the last `half` up to which it reaches.
+    halves = sorted({item.size // 2 for item in by_size if item.cut and item.size // 2 >= bound})
+    first, last = 0, len(halves)
+    while first < last and bound < known:
+        middle = (first + last) // 2
+        enough = min(halves[middle] + 1, known)
+        bound = max(bound, _contiguity_bound(by_size, num_ranks, align, 2 * halves[middle], bound, enough))
+        if bound >= enough:
+            first = middle + 1
+        else:
+            last = middle
     return bound
 
 
-def _contiguity_bound(long: Sequence[Item], num_ranks: int, bound: int, enough: int) -> int:
-    """The least sum of shard sizes that can hold tensors which are all cut often; `enough` where it is not less."""
-    if len(long) <= _MOST_TENSORS:
-        partitions, is_complete = least_partitions(long, num_ranks, below=enough, enough=bound)
-        if is_complete:
-            return max(bound, partitions[0].sum_of_shards) if partitions else enough
+def _contiguity_bound(
+    by_size: Sequence[Item], num_ranks: int, align: int, long_from: int, bound: int, enough: int
+) -> int:
+    """The least sum of shard sizes if tensors of `long_from` elements are all cut often; `enough` where it is not less."""
+    partitions, is_complete = least_partitions(
+        by_size[:_MOST_TENSORS], num_ranks, align, long_from=long_from, below=enough, enough=bound
+    )
+    if is_complete:
+        bound = max(bound, partitions[0].sum_of_shards if partitions else enough)
     classes: defaultdict[int, int] = defaultdict(int)
-    for item in long:
-        classes[item.cut] += item.size
-    return _class_bound(dict(classes), num_ranks, bound, enough)
+    for item in by_size:
+        if item.cut and item.size >= long_from:
+            classes[item.cut] += item.size
+    if len(by_size) > _MOST_TENSORS or not is_complete:
+        bound = max(bound, _class_bound(dict(classes), num_ranks, bound, enough))
+    return bound
 
 
-def _scheduling_bound(units: Sequence[tuple[int, int]], num_ranks: int, align: int) -> int:
+def scheduling_bound(runs: Sequence[Run], num_ranks: int, align: int) -> int:
+    """The part of the bound that looks at units alone: average, pigeonhole and steps."""
+    units = _units(runs)
     total = sum(size * count for size, count in units)
     best = round_up(-(-total // num_ranks), align)
     held = 0
@@ -70,27 +80,27 @@ def _scheduling_bound(units: Sequence[tuple[int, int]], num_ranks: int, align: i
         if index == _MOST_SIZES:
             break
     sizes = [size for size, _ in units[:_MOST_SIZES]]
-    for step in {gcd(a, b) for a in sizes for b in sizes}:
+    for step in {gcd(a, b) for a in sizes for b in sizes} if len(units) <= _MOST_SIZES else sizes:
         inside = sum(size * count for size, count in units if size % step == 0)
         best = max(best, round_up(-(-inside // num_ranks), step))
     return best
 
 
-def _units(items: Sequence[Item]) -> list[tuple[int, int]]:
+def _units(runs: Sequence[Run]) -> list[tuple[int, int]]:
     """(size, count), the largest first."""
     counts: defaultdict[int, int] = defaultdict(int)
-    for item in items:
+    for item, number in runs:
         if item.cuts:
             start = 0
             for end in (*item.cuts, item.size):
-                counts[end - start] += 1
+                counts[end - start] += number
                 start = end
         elif item.cut:
-            counts[item.cut] += item.size // item.cut
+            counts[item.cut] += item.size // item.cut * number
             if item.size % item.cut:
-                counts[item.size % item.cut] += 1
+                counts[item.size % item.cut] += number
         else:
-            counts[item.size] += 1
+            counts[item.size] += number
     return sorted(counts.items(), reverse=True)
 
 

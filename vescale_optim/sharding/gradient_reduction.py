@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +44,30 @@ class FlushKind(enum.IntEnum):
 
     READ = 1
     STEP = 2
+
+
+class Outlook(NamedTuple):
+    """What a rank has to say in a flush; the ranks' maximum decides how all go on.
+
+    Attributes:
+        has_round: a round was launched during backward, so every rank must take part in it.
+        keeps_round, drops_round: its gradients are wanted, or zero_grad() came after the launch.
+        has_rest: gradients came for buckets that had left already.
+        has_unsent: gradients wait in buckets that have not left.
+        has_failed: a backward raised.
+        has_fault: the user did something that cannot be followed.
+        largest_kind, negated_smallest_kind: `FlushKind`, and its negative, to see whether the ranks agree.
+    """
+
+    has_round: int
+    keeps_round: int
+    drops_round: int
+    has_rest: int
+    has_unsent: int
+    has_failed: int
+    has_fault: int
+    largest_kind: int
+    negated_smallest_kind: int
 
 
 @dataclass(eq=False)
@@ -114,11 +140,14 @@ class GradientReduction:
 
     Args:
         agreement: control channel of the ranks.
+        find_fault: says what became of the parameters that makes their gradients useless, or None; `checks_hooks` is
+            False inside a read, where autograd cannot be asked.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreement, find_fault: Callable[..., str | None]) -> None:
         self.buckets: list[GradientBucket] = []
         self._agreement = agreement
+        self._find_fault = find_fault
         self._pool = BufferPool()
         self._task: int | None = None
         self._is_synchronizing = True
@@ -219,10 +248,9 @@ class GradientReduction:
         self._task = None
         if not self._is_synchronizing:
             self._reset_fired()
-            return
-        # A reentrant checkpoint ends inner backwards while the outer one goes on: the round stays open, and the flush
-        # or the outer end closes it.
-        if not _is_nested_backward():
+        elif not _is_nested_backward():
+            # A reentrant checkpoint ends inner backwards while the outer one goes on: then the round stays open, and
+            # the outer end or the flush closes it.
             self._close_round()
         for bucket in self.buckets:
             self._arm(bucket)
@@ -250,14 +278,16 @@ class GradientReduction:
     def _launch(self, bucket: GradientBucket) -> None:
         """Reduce-scatter what the bucket holds, zeros for what is missing."""
         plan = bucket.shards.plan
-        full = bucket.full if bucket.full is not None else self._take_buffer(bucket)
-        for slot, is_written in enumerate(bucket.written):
+        full, written = bucket.full, bucket.written
+        bucket.full, bucket.written = None, [False] * len(bucket.params)
+        if full is None:
+            full = self._take_buffer(bucket)
+        for slot, is_written in enumerate(written):
             if not is_written:
                 full.narrow(0, plan.offsets[slot], plan.tensors[slot].numel).zero_()
         for start, end in plan.gaps():
             full[start:end].zero_()
-        bucket.full, bucket.in_flight = None, full
-        bucket.written = [False] * len(bucket.params)
+        bucket.in_flight = full
         bucket.pending = bucket.shards.reduce_scatter_mean(full, add=bucket.holds_sum)
         bucket.holds_sum = True
 
@@ -288,14 +318,15 @@ class GradientReduction:
 
     def before_read(self) -> None:
         """Called by the gradients themselves before anyone reads or edits them."""
-        if not self._is_pending or self._is_flushing:
+        if self._is_flushing:
             return
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "gradients were read while backward runs; the sharded mean exists after it (a tensor hook, "
                 "`param.register_hook`, sees this rank's local gradient)"
             )
-        self.flush(FlushKind.READ)
+        if self._is_pending:
+            self.flush(FlushKind.READ)
 
     def flush(self, kind: FlushKind, facts: Sequence[int] = (), fault: str | None = None) -> list[int]:
         """Make every rank's gradients complete and known to all.
@@ -321,49 +352,82 @@ class GradientReduction:
     def _flush(self, kind: FlushKind, facts: Sequence[int], fault: str | None) -> list[int]:
         if self._task is not None:
             self._abandon_backward()
-        fault = fault or self._look_for_fault()
-        holds = [bucket.full is not None for bucket in self.buckets]
-        has_rest = any(held and bucket.is_launched for held, bucket in zip(holds, self.buckets, strict=True))
-        has_round = self._num_launched > 0 or any(holds)
-        header = [has_round, has_rest, self._has_failed, self._keeps_round, kind, -kind, fault is not None]
+        fault = fault or self._find_fault(checks_hooks=kind == FlushKind.STEP) or self._look_for_fault()
+        mine = Outlook(
+            has_round=self._num_launched > 0,
+            keeps_round=self._keeps_round,
+            drops_round=self._num_launched > 0 and not self._keeps_round,
+            has_rest=any(bucket.full is not None and bucket.is_launched for bucket in self.buckets),
+            has_unsent=any(bucket.full is not None and not bucket.is_launched for bucket in self.buckets),
+            has_failed=self._has_failed,
+            has_fault=fault is not None,
+            largest_kind=kind,
+            negated_smallest_kind=-kind,
+        )
         present = [flag for bucket in self.buckets for flag in bucket.present]
         # A reader has no facts; padding keeps the messages of readers and steppers equally long.
         facts = list(facts) or [0] * NUM_STEP_FACTS
-        agreed = self._agreement.maximum([int(value) for value in (*header, *present, *facts)])
-        has_round, has_rest, has_failed, keeps_round, largest_kind, negated_smallest, has_fault = agreed[: len(header)]
-        present = iter(agreed[len(header) :])
-        if has_round:
-            self._close_round()
-        for bucket in self.buckets:
-            self._collect(bucket)
-        if has_rest:
-            for bucket in self.buckets:
-                self._launch(bucket)
-            for bucket in self.buckets:
-                self._collect(bucket)
+        agreed = iter(self._agreement.maximum([int(value) for value in (*mine, *present, *facts)]))
+        outlook = Outlook(*islice(agreed, len(mine)))
+        self._complete(outlook)
+        present = iter(list(islice(agreed, len(present))))
         self._start_stretch()
         for bucket in self.buckets:
             bucket.present = [bool(next(present)) for _ in bucket.params]
             if not bucket.holds_sum:
                 bucket.shards.zero_()
                 bucket.holds_sum = True
-            self._publish(bucket)
+            self._publish(bucket, keeps_zeros=kind == FlushKind.READ)
         self._remember_seen()
-        if has_fault:
+        if outlook.has_fault:
             self._agreement.raise_fault(fault)
-        if has_failed and keeps_round:
+        if outlook.drops_round and outlook.keeps_round:
+            self.clear()
+            raise RuntimeError(
+                "gradients from before and after zero_grad() met: one rank ran its first backward only after the ranks had "
+                "cleared those of another; all ranks dropped them, parameters and state are untouched: repeat the iteration"
+            )
+        if outlook.has_failed and outlook.keeps_round:
             self.clear()
             raise RuntimeError(
                 "backward raised on at least one rank, so the gradients are incomplete; all ranks dropped them, "
                 "parameters and state are untouched: repeat the iteration"
             )
-        if largest_kind != -negated_smallest:
+        if outlook.largest_kind != -outlook.negated_smallest_kind:
             raise RuntimeError(
                 "some ranks read gradients (clipping, logging, GradScaler) while others called step(); every rank must "
                 "run the same loop: read gradients on all ranks or none, and clear them with optimizer.zero_grad(), "
                 "which keeps a rank whose backward touches no parameter in step with the others"
             )
-        return list(present)
+        return list(agreed)
+
+    def _complete(self, outlook: Outlook) -> None:
+        """Send what is still to be sent, in the same order on every rank, and wait for everything."""
+        needs_rest = outlook.has_rest
+        if outlook.has_round and outlook.drops_round:
+            # The round was forgotten by zero_grad() after it had left: ranks still in it finish it with zeros.
+            held = [(bucket.full, bucket.written) for bucket in self.buckets]
+            for bucket in self.buckets:
+                if not bucket.is_launched:
+                    bucket.full, bucket.written = None, [False] * len(bucket.params)
+            self._close_round()
+            for bucket, (full, written) in zip(self.buckets, held, strict=True):
+                bucket.full, bucket.written = full, written
+                for handle in bucket.pending:
+                    handle.drop_result()
+                bucket.holds_sum = False
+            needs_rest = needs_rest or outlook.has_unsent
+        elif outlook.has_round:
+            self._close_round()
+        else:
+            needs_rest = needs_rest or outlook.has_unsent
+        for bucket in self.buckets:
+            self._collect(bucket)
+        if needs_rest:
+            for bucket in self.buckets:
+                self._launch(bucket)
+            for bucket in self.buckets:
+                self._collect(bucket)
 
     def _look_for_fault(self) -> str | None:
         """Follow what the user did to the gradients; what cannot be followed is told to every rank."""
@@ -431,18 +495,28 @@ class GradientReduction:
         if bucket.pending:
             bucket.dropped.add(slot)
 
-    def _publish(self, bucket: GradientBucket) -> None:
-        """After a flush: `p.grad` is its shard where any rank has a gradient, None elsewhere."""
+    def _publish(self, bucket: GradientBucket, *, keeps_zeros: bool) -> None:
+        """After a flush: `p.grad` is its shard where any rank has a gradient; elsewhere None.
+
+        A reader keeps the zero gradients: it holds them already, and `module.to()` insists that reading one leaves it.
+        """
         for slot, param in enumerate(bucket.params):
-            param.grad = bucket.views[slot] if bucket.present[slot] else None
-            bucket.is_published[slot] = bucket.present[slot]
+            self._set_grad(bucket, slot, param, keeps_zeros or bucket.present[slot])
 
     def _arm(self, bucket: GradientBucket) -> None:
         """Before a flush: every `p.grad` is its shard, whose first read flushes; also on ranks without a gradient."""
         self._is_pending = True
         for slot, param in enumerate(bucket.params):
-            param.grad = bucket.views[slot]
-            bucket.is_published[slot] = True
+            self._set_grad(bucket, slot, param, True)
+
+    def _set_grad(self, bucket: GradientBucket, slot: int, param: nn.Parameter, is_published: bool) -> None:
+        view = bucket.views[slot]
+        if not is_published:
+            param.grad = None
+        elif param.grad is not view and param.grad_dtype in (None, view.dtype):
+            # Another dtype: module.to(dtype) reads the gradient in the middle of its conversion; the next step reports.
+            param.grad = view
+        bucket.is_published[slot] = param.grad is view
 
     # -- the optimizer's side ----------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 from math import lcm
 
-from vescale_optim.sharding.long_tensors import least_partitions
+from vescale_optim.sharding.bounds import scheduling_bound
+from vescale_optim.sharding.segment_partitions import least_partitions
 from vescale_optim.sharding.packing import Item, Run, as_runs, end_of_order, round_up, smallest_shard
 from vescale_optim.sharding.shard_sizes import shard_size_combinations
 
@@ -46,25 +47,20 @@ class Partitioner:
             totals[index[item]] += count
         self.totals: Counts = tuple(totals)
         self.average = -(-sum(item.size * count for item, count in self.runs) // num_ranks)
+        bound = scheduling_bound(self.runs, num_ranks, align) * num_ranks
+        self.enough = bound + bound // _GOOD_ENOUGH + segment_numel
         self._parts: dict[Counts, Part] = {}
         self._work = 0
 
     def best(self) -> list[Part]:
         """The parts found with the fewest elements, a further segment counted as `segment_numel` elements."""
-        starts = [[self.totals]]
-        classes: dict[int, list[int]] = {}
-        for position, kind in enumerate(self.kinds):
-            classes.setdefault(kind.cut if kind.cut else kind.largest_unit, []).append(position)
-        if len(classes) > 1:
-            groups = sorted(classes.values(), key=lambda members: -self._numel(members))
-            rest = [position for members in groups[_MOST_CLASSES:] for position in members]
-            groups = groups[:_MOST_CLASSES] + ([rest] if rest else [])
-            starts.append(self._merged([self._only(members) for members in groups]))
-        best = min((self._improved(start) for start in starts), key=lambda parts: (self._price(parts), len(parts)))
-        for search in (self._by_long_tensors, self._by_shard_sizes):
-            better = search(self._price(best))
-            if better is not None:
-                best = min(better, self._improved([part.counts for part in better]), key=self._price)
+        best = [self.part(self.totals)]
+        for search in (self._from_one_segment, self._from_block_classes, self._by_tensors, self._by_shard_sizes):
+            if self._price(best) <= self.enough or self._work > _MOST_WORK:
+                break
+            found = search(self._price(best))
+            if found is not None:
+                best = min(best, found, self._improved([part.counts for part in found]), key=self._price)
         refined = [self._refined(part) for part in best]
         # The caller's order in one segment, exact: what a plain planner would do is never beaten by less.
         plain = smallest_shard(self.runs, self.num_ranks, self.align, at_most=self._price(refined) // self.num_ranks)
@@ -77,16 +73,30 @@ class Partitioner:
         shard = smallest_shard(part.order, self.num_ranks, self.align, at_most=part.shard - self.align)
         return part if shard is None else Part(part.counts, shard, part.order)
 
-    def _by_long_tensors(self, price: int) -> list[Part] | None:
-        """The best way found to share out few long tensors, if all others fit in beside them and it beats the price."""
-        long = [position for position, kind in enumerate(self.kinds) if kind.cut and 2 * kind.size >= self.average]
-        each = [position for position in long for _ in range(self.totals[position])]
-        if not each or len(each) > _MOST_LONG:
+    def _from_one_segment(self, price: int) -> list[Part] | None:
+        return [self.part(self.totals)]
+
+    def _from_block_classes(self, price: int) -> list[Part] | None:
+        """A segment for each block, then the best merges."""
+        classes: dict[int, list[int]] = {}
+        for position, kind in enumerate(self.kinds):
+            classes.setdefault(kind.cut or kind.largest_unit, []).append(position)
+        if len(classes) == 1:
             return None
-        each.sort(key=lambda position: (-self.kinds[position].size, position))
+        groups = sorted(classes.values(), key=lambda members: -self._numel(members))
+        rest = [position for members in groups[_MOST_CLASSES:] for position in members]
+        groups = groups[:_MOST_CLASSES] + ([rest] if rest else [])
+        return [self.part(counts) for counts in self._merged([self._only(members) for members in groups])]
+
+    def _by_tensors(self, price: int) -> list[Part] | None:
+        """The best way found to share out the largest tensors, if all others fit in beside them and it beats the price."""
+        each = [position for position, total in enumerate(self.totals) for _ in range(total)]
+        each = sorted(each, key=lambda position: (-self.kinds[position].size, position))[:_MOST_TENSORS]
         partitions, _ = least_partitions(
             [self.kinds[position] for position in each],
             self.num_ranks,
+            self.align,
+            long_from=-(-self.average // 2),
             below=(price - self.segment_numel) // self.num_ranks,
             enough=self.average,
             most_segments=self.max_segments,
@@ -147,6 +157,9 @@ class Partitioner:
 
     def _filled(self, shards: Sequence[int], fixed: Sequence[Counts]) -> list[Part] | None:
         """All items in segments of these shard sizes, beside those that are there; None where no way was found."""
+        self._work += len(self.kinds)
+        if self._work > _MOST_WORK:
+            return None
         counts = [list(held) for held in fixed]
         room = [
             shard * self.num_ranks - sum(kind.size * count for kind, count in zip(self.kinds, held, strict=True))
@@ -189,7 +202,7 @@ class Partitioner:
 
     def _order_that_fits(self, counts: Counts, shard: int) -> list[Run] | None:
         for order in self._orders(counts):
-            self._work += len(order)
+            self._work += len(order) // 8
             if end_of_order(order, shard, shard * self.num_ranks) >= 0:
                 return order
         return None
@@ -268,12 +281,15 @@ class Partitioner:
                                 continue
                             if not parts[giver].counts[kind]:
                                 continue
-                            trial = self._moved(parts, kind, min(moved, parts[giver].counts[kind]), giver, taker)
+                            groups = self._moved(parts, kind, min(moved, parts[giver].counts[kind]), giver, taker)
+                            if self._least_price(groups, price) >= price:
+                                continue
+                            trial = [self.part(group) for group in groups]
                             if self._price(trial) < price:
                                 parts, price, improved = trial, self._price(trial), True
         return parts
 
-    def _moved(self, parts: list[Part], kind: int, count: int, giver: int, taker: int) -> list[Part]:
+    def _moved(self, parts: list[Part], kind: int, count: int, giver: int, taker: int) -> list[Counts]:
         groups = [part.counts for part in parts]
         if taker == len(groups):
             groups.append((0,) * len(self.kinds))
@@ -281,7 +297,25 @@ class Partitioner:
             counts = list(groups[position])
             counts[kind] += change
             groups[position] = tuple(counts)
-        return [self.part(group) for group in groups if any(group)]
+        return [group for group in groups if any(group)]
+
+    def _least_price(self, groups: Sequence[Counts], price: int) -> int:
+        """A price that the groups cannot beat, if it is under `price`; without packing anything."""
+        shards = 0
+        for counts in groups:
+            known = self._parts.get(counts)
+            if known is not None:
+                shards += known.shard
+                continue
+            held = [(kind, count) for kind, count in zip(self.kinds, counts, strict=True) if count]
+            shard = max(
+                -(-sum(kind.size * count for kind, count in held) // self.num_ranks),
+                max(kind.largest_unit for kind, _ in held),
+            )
+            # Tensors of twice the largest shard that would still pay are cut often.
+            often = 2 * (price // self.num_ranks)
+            shards += round_up(shard, lcm(self.align, *(kind.cut for kind, _ in held if kind.cut and kind.size >= often)))
+        return shards * self.num_ranks + self.segment_numel * len(groups)
 
 
 def _sum(a: Counts, b: Counts) -> Counts:
@@ -291,8 +325,10 @@ def _sum(a: Counts, b: Counts) -> Counts:
 # Items placed in trial packings after which only the cheapest steps go on: about a third of a second.
 _MOST_WORK = 10_000
 _MOST_CLASSES = 7
+# Padding of this fraction above what any plan needs is not worth a further search.
+_GOOD_ENOUGH = 4096
 _RESOLUTION = 4096
 _MOST_COMBINATIONS = 400
-_MOST_LONG = 16
+_MOST_TENSORS = 16
 _MOST_PARTITIONS = 40
 _MOST_PARTITION_TRIES = 8_000

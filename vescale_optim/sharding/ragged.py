@@ -30,10 +30,12 @@ from torch.distributed.tensor import DTensor, Placement
 from vescale_optim.sharding import ragged_checkpoint, ragged_ops, ragged_redistribute
 from vescale_optim.sharding.ragged_layout import RaggedLayout, RaggedShard, ragged_layout
 from vescale_optim.sharding.ragged_reductions import ReducedScalar
+from vescale_optim.sharding.ragged_torch_2_11 import carry
 
 __all__ = ["RaggedShard", "RaggedTensor", "ReducedScalar"]
 
 
+@carry
 class RaggedTensor(DTensor):
     """A tensor of which each rank holds a flat range; see the module's picture. Make one with `from_local` or `distribute`.
 

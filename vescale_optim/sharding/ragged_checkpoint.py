@@ -11,7 +11,7 @@ loads at any world size, into any placement, or as a full tensor:
                                                 row 6   x x . . . . .      box (6, 0) of 1 x 2
 
 Ranks that hold nothing emit nothing: DCP identifies boxes by offset, so empty ones would collide. Replicas all emit the
-same boxes; DCP removes duplicates and spreads the writing over them.
+same boxes, as all ranks do for a tensor without elements; DCP removes duplicates and spreads the writing over them.
 """
 
 from __future__ import annotations
@@ -96,8 +96,6 @@ def create_write_items(fqn: str, tensor: RaggedTensor) -> list[WriteItem]:
     """What this rank writes."""
     layout = tensor._layout
     properties = TensorProperties.create_from_tensor(tensor.to_local())
-    if layout.global_numel == 0 and any(layout.coordinate):
-        return []
     return [
         WriteItem(
             index=MetadataIndex(fqn, torch.Size(box.offsets)),

@@ -115,6 +115,12 @@ def _local_of_other_tensor(func: Any, x: Tensor, layout: RaggedLayout | None) ->
             return local_from_full(x.to_local(), layout)
     if x.dim() == 0 or layout is None:
         return x
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"autograd would add a plain gradient to the sharded one of a parameter of shape {tuple(layout.shape)}: its "
+            "storage was replaced after the optimizer was made (module.to(dtype) and the like), which drops the hooks; "
+            "convert the model first, then construct the optimizer"
+        )
     raise ValueError(
         f"{func}: a RaggedTensor of shape {tuple(layout.shape)} met a {type(x).__name__} of shape {tuple(x.shape)}; "
         "only 0-dim tensors and RaggedTensors of the same layout go together with it. "

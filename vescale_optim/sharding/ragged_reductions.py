@@ -25,6 +25,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from vescale_optim.sharding import collectives
 from vescale_optim.sharding.ragged_layout import RaggedLayout
+from vescale_optim.sharding.ragged_torch_2_11 import carry
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ class Combine:
 
 
 def _all_reduced(values: Tensor, op: ReduceOp.RedOpType, group: ProcessGroup) -> Tensor:
-    # float64: the norm of a half-precision tensor overflows when squared, and one rank must get back what it put in.
+    # float64, so that half-precision parts are rounded once, and one rank gets back exactly what it put in.
     kind = values.dtype
     wide = torch.float64 if kind.is_floating_point else torch.complex128 if kind.is_complex else torch.int64
     values = values.to(wide, copy=True)
@@ -95,12 +96,13 @@ def norm_combine(order: float) -> Combine:
         return SUM  # a count of nonzeros
 
     def over_ranks(parts: Tensor, group: ProcessGroup) -> Tensor:
-        powers = parts.double().pow_(order)
+        powers = parts.double().pow_(order)  # a float16 norm of 300 overflows when squared
         return _all_reduced(powers, ReduceOp.SUM, group).pow_(1.0 / order).to(parts.dtype)
 
     return Combine(_NormPartial(order), over_ranks, order)
 
 
+@carry
 class ReducedScalar(DTensor):
     """The result of a reduction over a RaggedTensor (or a 1-D stack of such results); complete when it is first read.
 

@@ -108,7 +108,7 @@ class ReplicatedStorage:
         self.agreement = Agreement(mesh.get_group())
         self.rank = self.agreement.rank
         self.num_ranks = self.agreement.size
-        self.reduction = GradientReduction(self.agreement) if reduces_gradients else None
+        self.reduction = GradientReduction(self.agreement, self.find_fault) if reduces_gradients else None
         self.parameters: list[ManagedParameter] = []
         self.buckets: list[ParameterBucket] = []
         self.loads = [0.0] * self.num_ranks
@@ -156,7 +156,6 @@ class ReplicatedStorage:
             if self.reduction is not None:
                 self.reduction.add_bucket(bucket.grads)
         self._owned |= ids_owned_by_modules([managed.param for managed in parameters])
-        self._references += [sys.getrefcount(managed.param) for managed in parameters]
 
     def _plan_buckets(self, parameters: Sequence[ManagedParameter]) -> list[tuple[list[int], BufferPlan]]:
         """Buckets of one dtype and device each, in the reverse order of registration."""
@@ -310,14 +309,13 @@ class ReplicatedStorage:
         Raises:
             RuntimeError: on every rank alike, where one found a fault; nothing is changed then.
         """
-        fault = fault or self._find_fault()
         if self.reduction is not None:
             agreed = self.reduction.flush(FlushKind.STEP, facts, fault)
             for bucket in self.buckets:
                 for index, present in zip(bucket.members, bucket.grads.present, strict=True):
                     self._present[index] = present
         else:
-            agreed = self._agree_on_synchronised_gradients(facts, fault)
+            agreed = self._agree_on_synchronised_gradients(facts, fault or self.find_fault(checks_hooks=False))
         return agreed
 
     def _agree_on_synchronised_gradients(self, facts: Sequence[int], fault: str | None) -> list[int]:
@@ -355,7 +353,8 @@ class ReplicatedStorage:
                     "use grad_sync='reduce_scatter' to let the optimizer average them"
                 )
 
-    def _find_fault(self) -> str | None:
+    def find_fault(self, *, checks_hooks: bool) -> str | None:
+        """What became of a parameter that makes a step wrong, by name; None where all is well."""
         for index, managed in enumerate(self.parameters):
             param = managed.param
             bucket, slot = self._location[index]
@@ -365,13 +364,17 @@ class ReplicatedStorage:
                     "optimizer was made (module.to(dtype or device), .half() and the like); convert the model first, "
                     "then construct the optimizer"
                 )
-            if self.reduction is not None and param.requires_grad and self.reduction.has_lost_hooks(bucket, slot):
+            if checks_hooks and param.requires_grad and self.reduction.has_lost_hooks(bucket, slot):
                 return (
                     f"autograd's accumulation node of parameter '{managed.name}' was replaced after the optimizer was "
                     "made, so its gradients are not seen (assigning .data of another dtype does that); construct the "
                     "optimizer afterwards"
                 )
         return self._find_orphan()
+
+    def remember_references(self) -> None:
+        """Count who refers to the parameters, now that the optimizer holds all its own references."""
+        self._references = [sys.getrefcount(managed.param) for managed in self.parameters]
 
     def _find_orphan(self) -> str | None:
         """A parameter that its module let go keeps its storage and hooks, and never gets a gradient again.

@@ -1,8 +1,8 @@
-"""Partitions of long tensors into segments, the smallest sum of shard sizes first. Used by `partition` and `bounds`.
+"""Segment partitions: which tensors share a segment, the smallest sum of shard sizes first. Used by `partition`, `bounds`.
 
-Every tensor here is cut so often that the S of its segment is a multiple of its block. So a segment that holds the tensors
-T needs S = the least multiple of lcm(their blocks) that is at least (their elements) / ranks, and, if S is that multiple,
-they fit without a gap. Which tensors share a segment is then all there is to decide, by branch and bound.
+For few tensors, by branch and bound. The S of a segment is at least the elements it holds by the ranks, at least every
+unit it holds, and a multiple of the block of every *long* tensor in it: one that is cut so often that no other S will do.
+Whether the tensors then also fit is for the caller to see; long tensors always do, and without a gap.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from vescale_optim.sharding.packing import Item, round_up
 
 
 @dataclass(frozen=True, order=True)
-class LongPartition:
-    """`members[i]`, positions in the list of tensors, lie in a segment of shards of `shards[i]` elements."""
+class SegmentPartition:
+    """The tensors `members[i]`, positions in the list, lie in a segment of shards of `shards[i]` elements."""
 
     sum_of_shards: int
     shards: tuple[int, ...]
@@ -27,21 +27,24 @@ class LongPartition:
 def least_partitions(
     items: Sequence[Item],
     num_ranks: int,
+    align: int,
     *,
+    long_from: int,
     below: int,
     enough: int,
     most_segments: int | None = None,
     num_kept: int = 1,
     most_tries: int = 20_000,
-) -> tuple[list[LongPartition], bool]:
+) -> tuple[list[SegmentPartition], bool]:
     """The partitions with the smallest sums, ascending, and whether all that matter were looked at.
 
     Args:
-        items: long tensors, each with a `cut`; the largest first is fastest.
+        items: tensors; the largest first is fastest.
+        long_from: items of this size or more, if they can be cut everywhere, are long.
         below: only sums under this.
         enough: sums up to this are as good as each other; the search ends once all `num_kept` are.
     """
-    kept: list[tuple[int, int, LongPartition]] = []
+    kept: list[tuple[int, int, SegmentPartition]] = []
     segments: list[tuple[int, int, int, tuple[int, ...]]] = []
     limit, tries = below, 0
 
@@ -52,7 +55,7 @@ def least_partitions(
             return
         if position == len(items):
             ordered = sorted(segments, key=lambda segment: segment[3])
-            found = LongPartition(spent, tuple(entry[2] for entry in ordered), tuple(entry[3] for entry in ordered))
+            found = SegmentPartition(spent, tuple(entry[2] for entry in ordered), tuple(entry[3] for entry in ordered))
             # A heap of the worst kept so far; `tries` makes the entries comparable and the result the same everywhere.
             entry = (-max(spent, enough), tries, found)
             if len(kept) < num_kept:
@@ -63,15 +66,16 @@ def least_partitions(
                 limit = -kept[0][0]
             return
         item = items[position]
+        needed = item.cut if item.cut and item.size >= long_from else align
         room_for_more = most_segments is None or len(segments) < most_segments
         for index in range(len(segments) + room_for_more):
             is_new = index == len(segments)
-            before = (1, 0, 0, ()) if is_new else segments[index]
+            before = (align, 0, 0, ()) if is_new else segments[index]
             # A segment like an earlier one would only repeat its tries.
             if any(before[:3] == other[:3] for other in segments[:index]):
                 continue
-            multiple, held = lcm(before[0], item.cut), before[1] + item.size
-            shard = round_up(-(-held // num_ranks), multiple)
+            multiple, held = lcm(before[0], needed), before[1] + item.size
+            shard = round_up(max(-(-held // num_ranks), before[2], item.largest_unit), multiple)
             after = (multiple, held, shard, (*before[3], position))
             if is_new:
                 segments.append(after)

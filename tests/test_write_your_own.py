@@ -1,0 +1,68 @@
+"""The optimizers of the README section "Write your own optimizer", run as printed there, against single-device loops."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.ranks import run_ranks
+from tests.support.values import MIXED_SHAPES, backward, parameter_module, parameter_values, rank_gradients
+
+README = Path(__file__).parents[1] / "README.md"
+ARGUMENTS = {
+    "ShardedLion": dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    "RowNormalizedSGD": dict(lr=1e-2, eps=1e-6),
+}
+
+
+def class_from_readme(name: str) -> Any:
+    section = README.read_text().split("## Write your own optimizer")[1].split("\n## ")[0]
+    (source,) = [block for block in re.findall(r"```python\n(.*?)```", section, re.S) if f"class {name}(" in block]
+    assert len(source.splitlines()) <= 32
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    return namespace[name]
+
+
+def train(rank: int, world_size: int, mesh: Any, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    module = parameter_module(parameter_values(MIXED_SHAPES, dtype=dtype))
+    optimizer = class_from_readme(name)(module.named_parameters(), mesh, bucket_mib=0.02, **ARGUMENTS[name])
+    for step in range(4):
+        grads = rank_gradients(MIXED_SHAPES, world_size, seed=step, dtype=dtype)
+        backward(module.named_parameters(), grads.of_rank(rank))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def lion(param: Tensor, grads: list[Tensor], lr: float, betas: tuple[float, float], weight_decay: float) -> Tensor:
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), algorithm 2."""
+    momentum = torch.zeros_like(param)
+    for grad in grads:
+        update = momentum.lerp(grad, 1 - betas[0]).sign()
+        param = param.mul(1 - lr * weight_decay).add(update, alpha=-lr)
+        momentum = momentum.lerp(grad, 1 - betas[1])
+    return param
+
+
+def row_normalized_sgd(param: Tensor, grads: list[Tensor], lr: float, eps: float) -> Tensor:
+    rows = param.reshape(-1, param.shape[-1] if param.ndim else 1)
+    for grad in grads:
+        by_row = grad.reshape(rows.shape)
+        rows = rows.add(by_row / by_row.norm(dim=-1, keepdim=True).clamp(min=eps), alpha=-lr)
+    return rows.reshape(param.shape)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name, reference", [("ShardedLion", lion), ("RowNormalizedSGD", row_normalized_sgd)])
+def test_equals_one_device(name: str, reference: Any, world_size: int) -> None:
+    steps = [rank_gradients(MIXED_SHAPES, world_size, seed=step).mean for step in range(4)]
+    for result in run_ranks(world_size, train, name, torch.float32):
+        for key, value in parameter_values(MIXED_SHAPES).items():
+            expected = reference(value, [step[key] for step in steps], **ARGUMENTS[name])
+            assert torch.equal(result[key], expected), key
