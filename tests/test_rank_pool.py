@@ -85,10 +85,13 @@ def test_results_come_in_rank_order(world_size):
 
 def test_ranks_are_reused_and_calls_are_cheap():
     pids = run_ranks(2, process_id)
-    start = time.monotonic()
-    for _ in range(50):
+    seconds = []
+    for _ in range(51):
+        start = time.monotonic()
         assert run_ranks(2, process_id) == pids
-    assert time.monotonic() - start < 5.0
+        seconds.append(time.monotonic() - start)
+    # A millisecond or two on an idle machine; starting a pool takes two seconds and more.
+    assert sorted(seconds)[25] < 0.5
 
 
 def test_every_call_starts_from_the_same_seed():
@@ -143,7 +146,7 @@ def test_a_hang_ends_within_seconds_and_shows_where(fn, stuck):
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, fn)
-    assert time.monotonic() - start < 15.0
+    assert time.monotonic() - start < 18.0  # gloo's own time-out is 20 s
     assert stuck in failure.value.stuck or stuck in failure.value.errors
     assert f"in {fn.__name__}" in str(failure.value)
     assert run_ranks(2, sum_over_ranks, 0) == [torch.tensor([1])] * 2

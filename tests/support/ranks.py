@@ -77,7 +77,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         fn: a module-level function. `mesh` is a 1-D cpu DeviceMesh named "dp" over all ranks. At the start of each
             call torch's and random's seeds are 0 and the warnings filters are the default ones; torch uses 1 thread.
         args: pickled once for all ranks. In arguments and results, plain tensors travel as detached contiguous copies.
-        timeout: seconds after which the call counts as hung; a deadlock of all ranks is seen after `IDLE_TIMEOUT`.
+        timeout: seconds after which the call counts as hung. A deadlock is seen earlier: all ranks asleep for
+            `IDLE_TIMEOUT` seconds (so functions must not sleep that long).
 
     Raises:
         RankFailure: with the traceback of every rank that failed, or the stacks of the ranks that hang.

@@ -29,6 +29,10 @@ from vescale_optim.sharding.storage import ManagedParameter, ReplicatedStorage
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
+# Flags of torch's optimizers that groups and checkpoints may carry, and that would change the result.
+UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "maximize")
+
+
 class ShardedOptimizer(Rule, torch.optim.Optimizer):
     """Base of all sharded optimizers.
 
@@ -142,6 +146,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                     f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}; give a number or a CPU tensor "
                     "of one element (reading it from a device would stop the host in every step)"
                 )
+        for name in UNSUPPORTED:
+            require(not group.get(name), name, group.get(name), "False: sharded optimizers do not have it")
         self.check_group(group)
         for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
             check_logical(name, param)

@@ -26,6 +26,7 @@ from vescale_optim.sharding.partition import Part, Partitioner
 # A further segment is worth this many elements of padding: the latency of one more collective in the group.
 _SEGMENT_NUMEL = 1 << 16
 _MOST_SEGMENTS = 4
+_MANY_TENSORS = 2000
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def even_drafts(
     if num_ranks == 1 or not (has_lumps or any(costs.values())):
         return best
     ways = [best]
-    for jobs_may_be_cut in (True, False):
+    # Many tensors are costly to arrange and easy to balance.
+    choices = (True, False) if any(costs.values()) and len(items) <= _MANY_TENSORS else (True,)
+    for jobs_may_be_cut in choices:
         for drafts in _by_jobs(items, costs, num_ranks, align, loads, tolerance, jobs_may_be_cut=jobs_may_be_cut):
             if drafts not in ways:
                 ways.append(drafts)
@@ -172,37 +175,42 @@ def _by_jobs(
     """
     total = sum(item.size for item in items.values())
     average = total / num_ranks
-    jobs, streams, fillers = [], [], []
+    jobs, lumps, streams, fillers = [], [], [], []
     for index, item in items.items():
-        if not costs[index] and (_can_be_cut(item) or item.size * 16 < average):
-            fillers.append(index)
-        elif not _can_be_cut(item) or (jobs_may_be_cut and item.size <= average):
-            jobs.append(index)
+        if costs[index]:
+            is_job = not _can_be_cut(item) or (jobs_may_be_cut and item.size <= average)
+            (jobs if is_job else streams).append(index)
         else:
-            streams.append(index)
+            is_job = item.largest_unit * 16 > average and (item.size <= average or not _can_be_cut(item))
+            (lumps if is_job else fillers).append(index)
     drafts: list[Draft] = []
     for members in _equal_density(streams, items, costs):
         drafts += _one_segment(members, items, num_ranks, align)
     load = [a + b for a, b in zip(loads, _rank_costs(drafts, items, costs, num_ranks), strict=True)]
-    if not jobs:
+    if not jobs and not lumps:
         return [drafts + _least_padding(items, fillers, num_ranks, align)]
+    # Lumps of no cost level the sizes first; then the costly jobs level the cost in the room that is left.
+    sizes = [0] * num_ranks
+    lump_owners = assign_jobs([Job(items[index].size, items[index].size) for index in lumps], sizes, sizes)
+    assert lump_owners is not None
+    for index, owner in zip(lumps, lump_owners, strict=True):
+        sizes[owner] += items[index].size
     job_list = [Job(items[index].size, costs[index]) for index in jobs]
-    tightest = smallest_size(job_list, [0] * num_ranks)
-    if not any(job.cost for job in job_list):
-        job_list = [Job(job.size, float(job.size)) for job in job_list]
-        load = [0.0] * num_ranks
+    tightest = smallest_size(job_list, sizes)
+    placed_numel = sum(sizes) + sum(items[index].size for index in jobs)
     spent = sum(sum(draft.shards) - sum(items[index].size for index in draft.tensors) for draft in drafts)
-    job_numel = sum(job.size for job in job_list)
     allowance = max(int(tolerance * total) - spent, 0)
     filler_numel = sum(items[index].size for index in fillers if items[index].size <= average / 2)
+    # Room for the jobs beyond their average: what may be padded, and what fillers take.
+    rooms = (filler_numel, 0, allowance, filler_numel + allowance)
+    if len(items) > _MANY_TENSORS:
+        rooms = rooms[:1]
     found = []
-    for room in sorted({0, allowance, filler_numel, filler_numel + allowance}):
-        largest = max(tightest, (job_numel + room) // num_ranks // align * align)
-        owners = assign_jobs(job_list, [0] * num_ranks, load, largest_size=largest)
+    for largest in sorted({max(tightest, (placed_numel + room) // num_ranks // align * align) for room in rooms}):
+        owners = assign_jobs(job_list, sizes, load, largest_size=largest)
         if owners is not None:
-            filling = fill_shards(
-                _by_rank(jobs, owners, num_ranks), fillers, items, align, segment_numel=_SEGMENT_NUMEL
-            )
+            held = _by_rank([*lumps, *jobs], [*lump_owners, *owners], num_ranks)
+            filling = fill_shards(held, fillers, items, align, segment_numel=_SEGMENT_NUMEL)
             tensors, starts = zip(*filling.placed, strict=True)
             draft = Draft(tensors, starts, (filling.shard,) * num_ranks)
             found.append([*drafts, draft, *_least_padding(items, filling.left, num_ranks, align)])
@@ -256,7 +264,7 @@ def _by_rank(members: Sequence[int], owners: Sequence[int], num_ranks: int) -> l
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     for index, owner in zip(members, owners, strict=True):
         held[owner].append(index)
-    return held
+    return [sorted(indices) for indices in held]
 
 
 def _stacked_by_rank(

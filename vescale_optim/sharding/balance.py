@@ -16,13 +16,14 @@ from heapq import heapify, heappop, heappush
 _MOST_TRADES = 2_000
 _MOST_COMPARISONS = 60_000
 _NUM_PARTNERS = 12
+_MOST_PASSED = 64
 
 
 @dataclass(frozen=True)
 class Job:
     """Something that goes to one rank as a whole."""
 
-    size: int
+    size: float
     cost: float
 
 
@@ -40,45 +41,61 @@ def assign_jobs(
     Returns:
         One rank per job; None where no assignment within `largest_size` was found.
     """
-    owners = _longest_first(jobs, sizes, loads, largest_size)
-    if owners is None and largest_size is not None:
+    every = range(len(jobs))
+    by_cost = sorted(every, key=lambda index: (-jobs[index].cost, -jobs[index].size, index))
+    # Job by job of one density, cost and size level out together.
+    by_density = sorted(by_cost, key=lambda index: -jobs[index].cost / max(jobs[index].size, 1))
+    starts = [_in_turn(jobs, order, sizes, loads, largest_size) for order in (by_cost, by_density)]
+    fitting = [owners for owners in starts if owners is not None]
+    if not fitting and largest_size is not None:
         # Placing by cost ran out of room: place by size, then trade for cost.
         by_size = [Job(job.size, job.size) for job in jobs]
-        owners = _longest_first(by_size, sizes, [float(size) for size in sizes], None)
+        order = sorted(every, key=lambda index: (-jobs[index].size, -jobs[index].cost, index))
+        owners = _in_turn(by_size, order, sizes, sizes, None)
         assert owners is not None
-        owners = _improve(by_size, owners, sizes, [float(size) for size in sizes], None)
-        if max(_totals(jobs, owners, sizes)) > largest_size:
-            return None
-    assert owners is not None
-    return _improve(jobs, owners, sizes, loads, largest_size)
+        owners = _improve(by_size, owners, sizes, sizes, None)
+        if max(_totals(sizes, [job.size for job in jobs], owners)) <= largest_size:
+            fitting.append(owners)
+    if not fitting:
+        return None
+    costs = [job.cost for job in jobs]
+    owners = min(fitting, key=lambda owners: max(_totals(loads, costs, owners)))
+    owners = _improve(jobs, owners, sizes, loads, largest_size)
+    # Then the same with the roles exchanged: less size on the fullest rank, at no more cost on the busiest.
+    exchanged = [Job(job.cost, job.size) for job in jobs]
+    return _improve(exchanged, owners, loads, sizes, max(_totals(loads, costs, owners)) * (1 + 1e-9))
 
 
 def smallest_size(jobs: Sequence[Job], sizes: Sequence[int]) -> int:
     """The smallest maximal size found for any assignment."""
-    by_size = [Job(job.size, float(job.size)) for job in jobs]
-    owners = assign_jobs(by_size, sizes, [float(size) for size in sizes])
+    owners = assign_jobs([Job(job.size, job.size) for job in jobs], sizes, sizes)
     assert owners is not None
-    return max(_totals(jobs, owners, sizes))
+    return int(max(_totals(sizes, [job.size for job in jobs], owners)))
 
 
-def _totals(jobs: Sequence[Job], owners: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    totals = list(sizes)
-    for job, owner in zip(jobs, owners, strict=True):
-        totals[owner] += job.size
+def _totals(start: Sequence[float], amounts: Sequence[float], owners: Sequence[int]) -> list[float]:
+    totals = list(start)
+    for amount, owner in zip(amounts, owners, strict=True):
+        totals[owner] += amount
     return totals
 
 
-def _longest_first(
-    jobs: Sequence[Job], sizes: Sequence[int], loads: Sequence[float], largest_size: int | None
+def _in_turn(
+    jobs: Sequence[Job],
+    order: Sequence[int],
+    sizes: Sequence[float],
+    loads: Sequence[float],
+    largest_size: float | None,
 ) -> list[int] | None:
+    """Each job to the rank with the least load that has room; None where none has."""
     heap = [(load, size, rank) for rank, (load, size) in enumerate(zip(loads, sizes, strict=True))]
     heapify(heap)
     smallest = min((job.size for job in jobs), default=0)
     owners = [0] * len(jobs)
-    for index in sorted(range(len(jobs)), key=lambda index: (-jobs[index].cost, -jobs[index].size, index)):
+    for index in order:
         job = jobs[index]
-        passed = []
-        while heap:
+        passed: list[tuple[float, float, int]] = []
+        while heap and len(passed) < _MOST_PASSED:
             load, size, rank = heappop(heap)
             if largest_size is None or size + job.size <= largest_size:
                 break
@@ -93,11 +110,15 @@ def _longest_first(
 
 
 def _improve(
-    jobs: Sequence[Job], owners: Sequence[int], sizes: Sequence[int], loads: Sequence[float], largest_size: int | None
+    jobs: Sequence[Job],
+    owners: Sequence[int],
+    sizes: Sequence[float],
+    loads: Sequence[float],
+    largest_size: float | None,
 ) -> list[int]:
     """Moves and swaps from the busiest rank to less busy ones, each of which makes the busier of the two less busy."""
     held: list[defaultdict[Job, list[int]]] = [defaultdict(list) for _ in sizes]
-    size, load = _totals(jobs, owners, sizes), list(loads)
+    size, load = _totals(sizes, [job.size for job in jobs], owners), list(loads)
     for index, owner in enumerate(owners):
         held[owner][jobs[index]].append(index)
         load[owner] += jobs[index].cost

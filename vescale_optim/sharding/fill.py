@@ -52,6 +52,8 @@ def fill_shards(
             price = shard * len(jobs) + left + segment_numel * bool(left)
             if best is None or price < best[0]:
                 best = (price, filling)
+        if not best[1].left and best[1].shard == smallest:
+            break
         if num_left < len(by_size):
             total -= items[by_size[num_left]].size
     assert best is not None

@@ -140,7 +140,15 @@ def end_of_order(order: Iterable[Run], shard: int, limit: int) -> int:
     """Where the last item ends; -1 where an item cannot be placed or ends after `limit`."""
     cursor = 0
     for item, count in order:
-        cursor = end_of_run(item, count, cursor, shard)
+        if count == 1:
+            # The common case in a fast lane: an item that fits into the rest of the shard starts at once.
+            if item.size > shard - cursor % shard:
+                cursor = earliest_start(item, cursor, shard)
+                if cursor < 0:
+                    return -1
+            cursor += item.size
+        else:
+            cursor = end_of_run(item, count, cursor, shard)
         if cursor < 0 or cursor > limit:
             return -1
     return cursor

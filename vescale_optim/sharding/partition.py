@@ -62,6 +62,8 @@ class Partitioner:
             if found is not None:
                 best = min(best, found, self._improved([part.counts for part in found]), key=self._price)
         refined = [self._refined(part) for part in best]
+        if [part.order for part in refined] == [tuple(self.runs)]:
+            return refined
         # The caller's order in one segment, exact: what a plain planner would do is never beaten by less.
         plain = smallest_shard(self.runs, self.num_ranks, self.align, at_most=self._price(refined) // self.num_ranks)
         if plain is None or plain * self.num_ranks + self.segment_numel > self._price(refined):

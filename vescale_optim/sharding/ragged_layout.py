@@ -17,7 +17,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -120,8 +119,6 @@ class RaggedLayout:
         self.start = sum(self.numels[: self.rank])
         self.numel = self.numels[self.rank]
         self.global_numel = math.prod(shape)
-        self._stride = tuple(accumulate(reversed([max(size, 1) for size in shape[1:]]), operator.mul, initial=1))[::-1]
-        self._stride = self._stride[: len(shape)]
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
     @property
@@ -136,7 +133,8 @@ class RaggedLayout:
         """What stock DTensor keeps of a tensor."""
         spec = self._specs.get(dtype)
         if spec is None:
-            spec = DTensorSpec(self.mesh, self.placements, TensorMeta(self.shape, self._stride, dtype))
+            strides = torch.empty(self.shape, device="meta").stride()
+            spec = DTensorSpec(self.mesh, self.placements, TensorMeta(self.shape, strides, dtype))
             self._specs[dtype] = spec
         return spec
 

@@ -26,8 +26,6 @@ from vescale_optim.sharding.ragged_layout import RaggedLayout, RaggedShard
 
 def gather_full(local: Tensor, layout: RaggedLayout) -> Tensor:
     """The whole tensor on every rank."""
-    if layout.numel == layout.global_numel and len(layout.numels) == 1:
-        return local.clone().view(layout.shape)
     return collectives.all_gather_uneven(local, layout.numels, layout.group).view(layout.shape)
 
 
@@ -117,7 +115,8 @@ def _range_numels(placements: Sequence[Placement], layout: RaggedLayout) -> tupl
     placement = placements[layout.axis]
     if isinstance(placement, RaggedShard):
         return placement.numels(layout.shape)
-    if type(placement) is not Shard or placement.dim % max(len(layout.shape), 1) != 0 or not layout.global_numel:
+    ndim = len(layout.shape)
+    if type(placement) is not Shard or not layout.global_numel or placement.dim not in (0, -ndim) or ndim == 0:
         return None
     rows, num_ranks = layout.shape[0], len(layout.numels)
     chunk = -(-rows // num_ranks)  # as torch.chunk: the last ranks may get fewer rows, or none
