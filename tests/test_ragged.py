@@ -934,7 +934,7 @@ def give_plain_parameters_ragged_gradients(rank, world_size, mesh):
     plain.grad = x
     assert plain.grad is x
     # A plain gradient that meets a ragged one must not vanish in it.
-    with pytest.raises((ValueError, RuntimeError), match=r"met a Tensor|mixed torch.Tensor"):
+    with pytest.raises(RuntimeError, match=r"autograd would add a plain gradient|mixed torch.Tensor"):
         (plain * 2).sum().backward()
     assert plain.grad is x and same(x, torch.ones(6, 4))
     optimizer = torch.optim.SGD([plain])

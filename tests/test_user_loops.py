@@ -457,3 +457,67 @@ def test_activation_checkpointing_gives_the_same_parameters() -> None:
     plain = run_ranks(2, train_through_forward, "plain")
     for how in ("reentrant", "non-reentrant"):
         assert_same([plain[0], *run_ranks(2, train_through_forward, how)])
+
+
+# -- parameters that travel during the next forward -------------------------------------------------------------------
+
+
+USES = {
+    "nothing but metadata": lambda p: (p.shape, p.requires_grad, p.grad, p.numel()),
+    "an average": lambda p: torch.zeros_like(p).lerp_(p, 0.5),
+    "detach": lambda p: p.detach().clone(),
+    "data": lambda p: p.data.clone(),
+    "foreach": lambda p: torch._foreach_mul([p], 2.0),
+    "print": repr,
+    "numpy": lambda p: p.detach().numpy().sum(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "linear": lambda p: torch.nn.functional.linear(torch.ones(2, p.shape[-1]), p),
+}
+
+
+def travel(rank: int, world_size: int, mesh: Any, use: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    results = []
+    classes = set()
+    for overlap in (False, True):
+        module, optimizer = make(mesh, overlap_forward=overlap)
+        for step in range(3):
+            backward(module.named_parameters(), rank_gradients(SHAPES, world_size, seed=step).of_rank(rank))
+            optimizer.step()
+            optimizer.zero_grad()
+            if overlap:
+                classes.add(type(module["tall"]).__name__)
+                USES[use](module["tall"])
+                classes.add(type(module["tall"]).__name__)
+        results.append({n: v.clone() for n, v in module.state_dict().items()})
+        assert all(type(p) is nn.Parameter for p in module.values())
+    return *results, classes
+
+
+@pytest.mark.parametrize("use", USES)
+def test_parameters_may_travel_until_their_first_use(use: str) -> None:
+    for waited, travelled, classes in run_ranks(2, travel, use):
+        assert_same([waited, travelled])
+        stays = use == "nothing but metadata"
+        assert classes == {"TravellingParameter"} | (set() if stays else {"Parameter"})
+
+
+def compiled(rank: int, world_size: int, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    results = []
+    for wrap in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        optimizer = ShardedMuon(model.named_parameters(), mesh, lr=0.02)
+        run = wrap(model)
+        for _ in range(2):
+            run(torch.ones(3, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values_of(model))
+    return tuple(results)
+
+
+def test_compiled_models_train_alike() -> None:
+    """aot_eager runs the same kernels, so the bits are the same; gradients come all at once."""
+    for eager, graph in run_ranks(2, compiled):
+        assert_same([eager, graph])

@@ -48,6 +48,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         grad_dtype: dtype in which gradients are added up and sent; None for the parameter's.
         bucket_mib: size of a bucket in MiB; buckets grow until padding is at most 3 %.
         broadcast_parameters: compare parameters at construction and take rank 0's where ranks differ.
+        overlap_forward: `step()` returns while updated parameters still travel, and the first use of each waits. Not
+            for models that are compiled or replayed from CUDA graphs, which use parameters without asking torch.
 
     Raises:
         ValueError: bad hyperparameters or parameters, by name; or ranks that disagree, on all of them.
@@ -66,6 +68,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         grad_dtype: torch.dtype | None = None,
         bucket_mib: float = 32,
         broadcast_parameters: bool = True,
+        overlap_forward: bool = False,
     ) -> None:
         check_mesh(mesh)
         require(grad_sync in ("reduce_scatter", "none"), "grad_sync", grad_sync, '"reduce_scatter" or "none"')
@@ -82,6 +85,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             broadcasts=broadcast_parameters,
         )
         self._mesh = mesh
+        self._overlaps_forward = overlap_forward
         self._storage: ReplicatedStorage | None = None
         groups = self.module_groups(params) if isinstance(params, nn.Module) else params
         if algorithm is not None:
@@ -229,6 +233,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 loss = closure()
         if self._storage is None:
             self._manage_new_parameters()
+        self._storage.arrive()
         self._synchronize()
         if any(param not in self._index_of for _, param, _ in self._trainable()):
             self._manage_new_parameters()
@@ -267,7 +272,10 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 self._update_group(by_group[number], self.param_groups[number])
             if by_group:
                 storage.publish(bucket)
-        storage.finish_publishing()
+        if self._overlaps_forward:
+            storage.let_travel()
+        else:
+            storage.arrive()
 
     def _update_group(self, indices: Sequence[int], group: Group) -> None:
         """Run the rule of a group on what this rank holds of some of its parameters."""
@@ -387,7 +395,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             value._local_tensor.copy_(whole.reshape(-1)[start : start + numel])
 
     def __getstate__(self) -> dict[str, Any]:
-        extra = {name: self.__dict__[name] for name in ("_algorithm", "_others", "_options", "_mesh")}
+        extra = {name: self.__dict__[name] for name in ("_algorithm", "_others", "_options", "_mesh", "_overlaps_forward")}
         return {**super().__getstate__(), **extra}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in the arithmetic of
 `torch.optim.Muon` (torch 2.13): on CPU the result has the same bits for every matrix, batched or not, as long as its
-largest entry is at ordinary scale; on CUDA batched kernels round differently, within bf16 noise. We differ below torch's `eps`: matrices are scaled by a
-power of two first, which is exact, so a gradient of 1e-20 gives the same direction as one of 1.
+largest entry is at ordinary scale; on CUDA batched kernels round differently, within bf16 noise. We differ below
+torch's `eps`: matrices are scaled by a power of two first, which is exact, so a gradient of 1e-20 gives the same
+direction as one of 1.
 """
 
 from __future__ import annotations

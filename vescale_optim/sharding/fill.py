@@ -46,12 +46,20 @@ def fill_shards(
     # The largest may be too large for any room; without the first few, the others may fit and leave no padding.
     for num_left in range(min(len(by_size), _MOST_LEFT) + 1):
         smallest = max(max(sizes), round_up(-(-total // len(jobs)), align))
-        for shard in dict.fromkeys((smallest, max(sizes))):
+        wider = [round_up(smallest + smallest // part, align) for part in _WIDER]
+        for shard in dict.fromkeys((smallest, max(sizes), *wider)):
+            if best is not None and shard * len(jobs) >= best[0]:
+                continue
             filling = _fill(jobs, sizes, by_size[num_left:], by_size[:num_left], items, shard)
-            left = sum(items[index].size for index in filling.left)
-            price = shard * len(jobs) + left + segment_numel * bool(left)
+            price = shard * len(jobs)
+            if filling.left:
+                # A segment of their own has shards of at least their largest unit.
+                left = [items[index] for index in filling.left]
+                shard_of_left = max(-(-sum(item.size for item in left) // len(jobs)), max(i.largest_unit for i in left))
+                price += shard_of_left * len(jobs) + segment_numel
             if best is None or price < best[0]:
                 best = (price, filling)
+        assert best is not None
         if not best[1].left and best[1].shard == smallest:
             break
         if num_left < len(by_size):
@@ -107,4 +115,6 @@ def _best_across(
 
 
 _MOST_LEFT = 4
+# Shards that are larger by these parts may save a segment for what finds no room.
+_WIDER = (1024, 256, 64)
 _MOST_TRIED = 16

@@ -281,8 +281,9 @@ class Partitioner:
                             # The number of parts changes with every move that is kept.
                             if giver >= len(parts) or taker > len(parts) or taker == giver:
                                 continue
-                            if not parts[giver].counts[kind]:
+                            if not parts[giver].counts[kind] or self._work > _MOST_WORK:
                                 continue
+                            self._work += len(self.kinds) // 8
                             groups = self._moved(parts, kind, min(moved, parts[giver].counts[kind]), giver, taker)
                             if self._least_price(groups, price) >= price:
                                 continue

@@ -231,7 +231,15 @@ class RaggedTensor(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return ragged_ops.dispatch(RaggedTensor, func, args, kwargs or {})
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    @property
+    def __tensor_flatten__(self) -> Callable[[], tuple[list[str], Any]]:
+        # torch.compile (2.13) fails on a plain parameter whose gradient is a subclass it can take apart, and ignores one
+        # that it cannot; a tensor that waits for its values must not be taken apart behind its hook anyway.
+        if self._before_read is not None:
+            raise AttributeError("a RaggedTensor that waits for its values is not taken apart")
+        return self._flatten
+
+    def _flatten(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self._layout, self.requires_grad)
 
     @staticmethod

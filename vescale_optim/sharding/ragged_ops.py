@@ -263,18 +263,19 @@ def _amp_unscale(cls: type, func: Any, args: Any, kwargs: Any) -> None:
 def _reduction_handler(func: Any) -> Handler:
     local_part = REDUCTIONS[func]
     names = [argument.name for argument in func._schema.arguments[1:]]
+    num_before_dim = 1 + (names.index("dim") if "dim" in names else len(names))
 
     def reduce(cls: type, func: Any, args: Any, kwargs: Any) -> ReducedScalar:
         tensor = args[0]
-        if len(args) > 1 or kwargs:
+        layout = tensor._layout
+        if kwargs or len(args) > num_before_dim:
             options = dict(zip(names, args[1:], strict=False), **kwargs)
             dims = options.pop("dim", None)
             if options.pop("keepdim", False) or not _are_all_dims(dims, tensor.dim()):
                 return _unsupported(cls, func, args, kwargs)
+            part, combine = local_part(_local(cls, func, tensor, layout), layout, **options)
         else:
-            options = {}
-        layout = tensor._layout
-        part, combine = local_part(_local(cls, func, tensor, layout), layout, **options)
+            part, combine = local_part(_local(cls, func, tensor, layout), layout, *args[1:])
         return ReducedScalar.pending(part, combine, layout)
 
     return reduce

@@ -35,6 +35,7 @@ from vescale_optim.sharding.gradient_reduction import FlushKind, GradientBucket,
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, ids_owned_by_modules, is_wrapped_by_ddp
 from vescale_optim.sharding.planner import BufferPlan
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
+from vescale_optim.sharding.travelling import depart, settle
 
 # 16 fp32 elements are one AVX-512 register and one cache line: shards cut there go through the same vector lanes as the
 # whole tensor, so a fused kernel gives the same bits.
@@ -406,14 +407,28 @@ class ReplicatedStorage:
         if parts.master is not None:
             parts.params.copy_(parts.master)
         parts.gathering = parts.params.all_gather()
+        # As any in-place edit does: a backward over values saved before raises.
+        torch.autograd.graph.increment_version(self._params_of(parts))
 
-    def finish_publishing(self) -> None:
-        """Complete the parameters; a backward over values saved before raises from now on, as after any in-place edit."""
+    def let_travel(self) -> None:
+        """Leave the buckets that are under way to the first use of their parameters."""
         for bucket in self.buckets:
-            gathering, bucket.gathering = bucket.gathering, []
-            for handle in gathering:
-                handle.wait()
-        torch.autograd.graph.increment_version([managed.param for managed in self.parameters])
+            if bucket.gathering:
+                depart(self._params_of(bucket), partial(self._arrive, bucket))
+
+    def arrive(self) -> None:
+        """Wait until all parameters are complete on this rank."""
+        for bucket in self.buckets:
+            self._arrive(bucket)
+
+    def _arrive(self, bucket: ParameterBucket) -> None:
+        gathering, bucket.gathering = bucket.gathering, []
+        for handle in gathering:
+            handle.wait()
+        settle(self._params_of(bucket))
+
+    def _params_of(self, bucket: ParameterBucket) -> list[nn.Parameter]:
+        return [self.parameters[index].param for index in bucket.members]
 
     def bucket_members(self) -> list[tuple[int, ...]]:
         """Indices of the parameters of each bucket, in the order in which they are updated and sent."""
