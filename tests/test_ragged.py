@@ -233,9 +233,8 @@ def move_between_placements(rank, world_size, mesh):
                 expected = distribute_tensor(full, mesh, [target], src_data_rank=None)
                 assert moved.to_local().shape == expected.to_local().shape and moved.stride() == expected.stride()
             back = RaggedTensor.distribute(moved, mesh, x.placements)
-            assert same(back, full) and back.to_local().data_ptr() not in {0, moved.to_local().data_ptr()} - {
-                back.to_local().data_ptr() if not back.to_local().numel() else -1
-            }
+            copied = not back.to_local().numel() or back.to_local().data_ptr() != moved.to_local().data_ptr()
+            assert same(back, full) and copied
         again = x.redistribute(placements=x.placements)
         assert again.to_local().data_ptr() == x.to_local().data_ptr()  # nothing moves, nothing is copied
     partial = DTensor.from_local(torch.full((4,), 1.0 + rank), mesh, [Partial()], run_check=False)
@@ -661,6 +660,9 @@ def compare(rank, world_size, mesh):
         y.to_local()[3] += 1
     assert torch.equal(x, y) is False and torch.allclose(x, y) is False and not bool((x == y).all())
     assert torch.equal(x, ragged(full[:5].contiguous(), mesh)) is False
+    # An equal mesh, made anew, is another object with groups of its own.
+    twin = ragged(full, init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)))
+    assert twin.device_mesh is not mesh and torch.equal(x, twin) and same(x + twin, 2 * full)
 
 
 def test_tensors_are_equal_only_if_they_are_on_all_ranks():

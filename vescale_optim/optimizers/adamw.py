@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_optim.optimizers.base import Params, ShardedOptimizer, require
+from vescale_optim.optimizers.base import Params, ShardedOptimizer
+from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.rule import Group, Rule, Shards, StateSpec
 
 

@@ -21,10 +21,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_optim.optimizers.describe import describe_storage
+from vescale_optim.optimizers.groups import (
+    check_logical,
+    check_mesh,
+    explain_difference,
+    hyperparameters_of,
+    names_of,
+    record_of,
+    require,
+)
 from vescale_optim.optimizers.rule import Group, Rule, Shards, StateSpec, Units
 from vescale_optim.sharding.agreement import fingerprint
+from vescale_optim.sharding.parameters import ManagedParameter
 from vescale_optim.sharding.ragged import RaggedTensor
-from vescale_optim.sharding.storage import ManagedParameter, ReplicatedStorage
+from vescale_optim.sharding.storage import ReplicatedStorage
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -411,58 +421,3 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         if self._storage is None:
             self._manage_new_parameters()
         return describe_storage(type(self).__name__, self._storage, self.state)
-
-
-def names_of(group: Group, number: int) -> list[str]:
-    """Names of the parameters of a group, or their position where they have none."""
-    return group.get("param_names") or [f"groups[{number}][{index}]" for index in range(len(group["params"]))]
-
-
-def hyperparameters_of(group: Group) -> dict[str, Any]:
-    """Everything a group says but its parameters, tensors as numbers."""
-    return {
-        name: value.item() if isinstance(value, Tensor) else value
-        for name, value in sorted(group.items())
-        if name not in ("params", "param_names")
-    }
-
-
-def record_of(name: str, param: Tensor, group: Group) -> str:
-    """One line that must be equal on all ranks."""
-    return f"'{name}' {tuple(param.shape)} {param.dtype} {hyperparameters_of(group)}"
-
-
-def explain_difference(expected: str, rank: int, found: str, other: int) -> str:
-    return (
-        f"ranks disagree: rank {rank} has {expected}, rank {other} has {found}; every rank must construct and step the "
-        "optimizer with the same parameters, in the same order, and the same hyperparameters"
-    )
-
-
-def require(holds: bool, name: str, value: object, allowed: str) -> None:
-    """Raise ValueError that names a hyperparameter, what was found, and the allowed range."""
-    if not holds:
-        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
-
-
-def check_mesh(mesh: object) -> None:
-    """Raise where `mesh` is no one-dimensional device mesh."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is {type(mesh).__name__}; give a DeviceMesh: init_device_mesh(device_type, (world_size,))")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; give the axis that replicates the parameters, for example "
-            'mesh["dp"]'
-        )
-
-
-def check_logical(name: str, param: Tensor) -> None:
-    """Raise where a parameter is a flat piece of others or a kind that this storage does not take."""
-    where = f"parameter '{name}' of shape {tuple(param.shape)}"
-    if type(param).__name__ == "FlatParameter" or getattr(param, "_fsdp_flattened", False):
-        raise ValueError(
-            f"{where} is flattened by FSDP1, which hides the shapes that decide its update; use fully_shard (FSDP2), or "
-            "give the optimizer the unwrapped model"
-        )
-    if isinstance(param, DTensor):
-        raise TypeError(f"{where} is a DTensor of placements {param.placements}; give plain, replicated parameters")

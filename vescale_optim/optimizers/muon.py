@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
-from vescale_optim.optimizers.base import Params, ShardedOptimizer, require
+from vescale_optim.optimizers.base import Params, ShardedOptimizer
+from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.orthogonalize import (
     QUINTIC,
     Coefficients,
@@ -120,7 +121,8 @@ class ShardedMuon(ShardedOptimizer):
             group["adjust_lr_fn"],
             'None, "original" or "match_rms_adamw"',
         )
-        require(group["ns_dtype"].is_floating_point, "ns_dtype", group["ns_dtype"], "a floating dtype")
+        wide_range = (torch.bfloat16, torch.float32, torch.float64)
+        require(group["ns_dtype"] in wide_range, "ns_dtype", group["ns_dtype"], "torch.bfloat16, float32 or float64")
         schedule_of(group["ns_coefficients"], group["ns_steps"])
 
     def is_fallback(self, shape: Sequence[int], group: Group) -> bool:

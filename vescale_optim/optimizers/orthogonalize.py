@@ -38,13 +38,13 @@ def orthogonalize(
         coefficients: (a, b, c) for all steps, or one triple per step.
         steps: iterations; ignored where `coefficients` lists one triple per step.
         eps: smallest norm divided by, after scaling the largest entry into [0.5, 1).
-        dtype: of the iteration and of the result.
+        dtype: of the iteration and of the result; one with the range of fp32 (bf16, fp32, fp64).
 
     Returns:
         [batch, rows, columns] of `dtype`, fresh memory; zero matrices stay zero.
     """
     is_tall = matrices.size(-2) > matrices.size(-1)
-    scaled = scale_by_power_of_two(matrices).to(dtype)
+    scaled = scale_by_power_of_two_(matrices.to(dtype, copy=True))
     x = scaled.mT if is_tall else scaled
     norm = torch.linalg.vector_norm(rearrange(x, "b r c -> b (r c)"), dim=1).clamp(min=eps)
     x = x / rearrange(norm, "b -> b 1 1")
@@ -98,19 +98,16 @@ def schedule_of(coefficients: Coefficients | Sequence[Coefficients], steps: int)
     return [(float(a), float(b), float(c)) for a, b, c in schedule]
 
 
-def scale_by_power_of_two(matrices: Tensor) -> Tensor:
-    """A copy of each matrix times the power of two that brings its largest entry into [0.5, 1): exact in binary.
+def scale_by_power_of_two_(matrices: Tensor) -> Tensor:
+    """Multiply each matrix by the power of two that brings its largest entry into [0.5, 1], exact in binary; in place.
 
-    Norms of gradients below 1e-19 underflow in fp32 squares. Zero and non-finite matrices are left as they are.
+    Norms of gradients below 1e-19 underflow in fp32 squares. Zero and non-finite matrices are left as they are, and
+    subnormal ones come as far as one factor reaches.
     """
-    largest = matrices.abs().amax(dim=(-2, -1), keepdim=True)
-    _, exponent = torch.frexp(largest.float())
-    # Two factors: 2 ** 149, for the smallest subnormal, is no fp32 number.
-    exponent = torch.where(torch.isfinite(largest), -exponent, torch.zeros_like(exponent))
-    half = torch.div(exponent, 2, rounding_mode="floor")
-    one = torch.ones_like(largest, dtype=torch.float32)
-    first, second = torch.ldexp(one, half), torch.ldexp(one, exponent - half)
-    return matrices * first.to(matrices.dtype) * second.to(matrices.dtype)
+    largest = torch.linalg.vector_norm(matrices, torch.inf, dim=(-2, -1), keepdim=True).float()
+    _, exponent = torch.frexp(largest)
+    exponent = torch.where(torch.isfinite(largest), -exponent, torch.zeros_like(exponent)).clamp(-126, 127)
+    return matrices.mul_(torch.ldexp(torch.ones_like(largest), exponent).to(matrices.dtype))
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:

@@ -26,7 +26,7 @@ from vescale_optim.sharding.partition import Part, Partitioner
 # A further segment is worth this many elements of padding: the latency of one more collective in the group.
 _SEGMENT_NUMEL = 1 << 16
 _MOST_SEGMENTS = 4
-_MANY_TENSORS = 2000
+_MANY_KINDS = 500
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ def even_drafts(
     if num_ranks == 1 or not (has_lumps or any(costs.values())):
         return best
     ways = [best]
-    # Many tensors are costly to arrange and easy to balance.
-    choices = (True, False) if any(costs.values()) and len(items) <= _MANY_TENSORS else (True,)
+    # Many different tensors are slow to arrange and easy to balance.
+    has_choice = any(costs[index] and _can_be_cut(item) for index, item in items.items()) and not _is_many(items)
+    choices = (True, False) if has_choice else (True,)
     for jobs_may_be_cut in choices:
         for drafts in _by_jobs(items, costs, num_ranks, align, loads, tolerance, jobs_may_be_cut=jobs_may_be_cut):
             if drafts not in ways:
@@ -115,6 +116,10 @@ def _uneven_way(
 
 def _largest_rank(drafts: Sequence[Draft]) -> int:
     return max(map(sum, zip(*(draft.shards for draft in drafts), strict=True)), default=0)
+
+
+def _is_many(items: Mapping[int, Item]) -> bool:
+    return len(set(items.values())) > _MANY_KINDS
 
 
 def _can_be_cut(item: Item) -> bool:
@@ -203,7 +208,7 @@ def _by_jobs(
     filler_numel = sum(items[index].size for index in fillers if items[index].size <= average / 2)
     # Room for the jobs beyond their average: what may be padded, and what fillers take.
     rooms = (filler_numel, 0, allowance, filler_numel + allowance)
-    if len(items) > _MANY_TENSORS:
+    if _is_many(items):
         rooms = rooms[:1]
     found = []
     for largest in sorted({max(tightest, (placed_numel + room) // num_ranks // align * align) for room in rooms}):

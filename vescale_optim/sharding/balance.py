@@ -43,9 +43,11 @@ def assign_jobs(
     """
     every = range(len(jobs))
     by_cost = sorted(every, key=lambda index: (-jobs[index].cost, -jobs[index].size, index))
-    # Job by job of one density, cost and size level out together.
-    by_density = sorted(by_cost, key=lambda index: -jobs[index].cost / max(jobs[index].size, 1))
-    starts = [_in_turn(jobs, order, sizes, loads, largest_size) for order in (by_cost, by_density)]
+    starts = [_in_turn(jobs, by_cost, sizes, loads, largest_size)]
+    if largest_size is not None:
+        # Job by job of one density, cost and size level out together.
+        by_density = sorted(by_cost, key=lambda index: -jobs[index].cost / max(jobs[index].size, 1))
+        starts.append(_in_turn(jobs, by_density, sizes, loads, largest_size))
     fitting = [owners for owners in starts if owners is not None]
     if not fitting and largest_size is not None:
         # Placing by cost ran out of room: place by size, then trade for cost.

@@ -20,8 +20,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import gcd, lcm
 
-from vescale_optim.sharding.segment_partitions import least_partitions
 from vescale_optim.sharding.packing import Item, Run, as_runs, round_up
+from vescale_optim.sharding.segment_partitions import least_partitions
 
 
 def smallest_local_numel(items: Sequence[Item], num_ranks: int, align: int, *, known: int) -> int:

@@ -24,7 +24,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -33,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from vescale_optim.sharding.agreement import Agreement
-from vescale_optim.sharding.collectives import Pending
-from vescale_optim.sharding.dbuffer import DBuffer, view_in_full
+from vescale_optim.sharding.dbuffer import view_in_full
+from vescale_optim.sharding.gradient_bucket import BufferPool, GradientBucket
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, is_wrapped_by_ddp
 from vescale_optim.sharding.ragged import RaggedTensor
 
@@ -68,71 +67,6 @@ class Outlook(NamedTuple):
     has_fault: int
     largest_kind: int
     negated_smallest_kind: int
-
-
-@dataclass(eq=False)
-class GradientBucket:
-    """The gradients of one bucket; the lists have one entry per parameter of its plan.
-
-    Attributes:
-        params, names: the parameters, and their names for messages.
-        shards: mean gradients, this rank's shard.
-        views: what `p.grad` becomes: RaggedTensors over `shards`.
-        full: global buffer being filled by hooks; None while nothing arrived.
-        in_flight: global buffer that a reduce-scatter is reading, with its handles in `pending`.
-        is_launched: the bucket took part in the round of this flush-to-flush stretch.
-        holds_sum: `shards` holds gradients to add to; else the next reduction overwrites them.
-        written: `full` holds a gradient of the parameter.
-        fired: its gradient finished in this backward.
-        seen: it ever had a gradient, on any rank; None before the first one. Only those are waited for.
-        present: it has a gradient since it was last cleared, on this rank; after a flush, on any rank.
-        is_published: `p.grad` was set to its view, so that None there means that the user dropped it.
-        dropped: the user dropped it while the reduce-scatter was under way.
-    """
-
-    params: list[nn.Parameter]
-    names: list[str]
-    shards: DBuffer
-    views: list[RaggedTensor]
-    full: Tensor | None = None
-    in_flight: Tensor | None = None
-    pending: list[Pending] = field(default_factory=list)
-    is_launched: bool = False
-    holds_sum: bool = False
-    seen: list[bool] | None = None
-    written: list[bool] = field(init=False)
-    fired: list[bool] = field(init=False)
-    present: list[bool] = field(init=False)
-    is_published: list[bool] = field(init=False)
-    dropped: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        count = len(self.params)
-        self.written, self.fired, self.present, self.is_published = ([False] * count for _ in range(4))
-
-    def is_complete(self) -> bool:
-        """Whether every gradient that can be expected in this backward has come."""
-        seen = self.seen or [True] * len(self.params)
-        return all(fired or not expected for fired, expected in zip(self.fired, seen, strict=True))
-
-
-class BufferPool:
-    """Global gradient buffers, kept and reused: fresh pages cost more than copies."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer of `numel` elements with undefined contents."""
-        fitting = [b for b in self._free if b.dtype == dtype and b.device == device and b.numel() >= numel]
-        if not fitting:
-            return torch.empty(numel, dtype=dtype, device=device)
-        smallest = min(fitting, key=Tensor.numel)
-        self._free = [buffer for buffer in self._free if buffer is not smallest]
-        return smallest
-
-    def give(self, buffer: Tensor) -> None:
-        self._free.append(buffer)
 
 
 class GradientReduction:

@@ -14,7 +14,7 @@ always allowed by the padding before the next item and never helps it. `smallest
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
@@ -178,11 +178,18 @@ def as_runs(items: Iterable[Item]) -> list[Run]:
 
 
 def smallest_shard(
-    order: Sequence[Run], num_shards: int, align: int, *, at_most: int | None = None, resolution: int = 0
+    order: Sequence[Run],
+    num_shards: int,
+    align: int,
+    *,
+    at_most: int | None = None,
+    resolution: int = 0,
+    fits: Callable[[int], bool] | None = None,
 ) -> int | None:
     """The smallest S found for which the items fit in this order; None where it would exceed `at_most`.
 
-    S is exact up to `resolution` elements, to save trials while many orders are compared.
+    S is exact up to `resolution` elements, to save trials while many orders are compared. `fits(S)` replaces the question
+    whether the given order fits, for a search over orders.
 
     An item that holds a whole shard forces S to be a multiple of its cut. Which items do is not known before S is, so
     prefixes of the items sorted by size are tried as the set of those that do: for each, S is searched among the
@@ -191,6 +198,11 @@ def smallest_shard(
     total = sum(item.size * count for item, count in order)
     if total == 0:
         return 0
+    if fits is None:
+
+        def fits(shard: int) -> bool:
+            return end_of_order(order, shard, num_shards * shard) >= 0
+
     bound = max(-(-total // num_shards), max(item.largest_unit for item, _ in order))
     below = (total if at_most is None else at_most) + 1
     found: int | None = None
@@ -206,7 +218,7 @@ def smallest_shard(
         # An item of more than two shards holds a whole one, wherever it starts.
         if any(item.size > 2 * below and _raised(multiple, item) != multiple for item in by_size[index:]):
             continue
-        shard = _smallest_multiple(order, num_shards, bound, below, multiple, resolution)
+        shard = _smallest_multiple(fits, bound, below, multiple, resolution)
         if shard is not None:
             found = below = shard
     return found
@@ -221,25 +233,21 @@ def _raised(multiple: int, item: Item) -> int:
 
 
 def _smallest_multiple(
-    order: Sequence[Run], num_shards: int, bound: int, below: int, multiple: int, resolution: int
+    fits: Callable[[int], bool], bound: int, below: int, multiple: int, resolution: int
 ) -> int | None:
     """The smallest multiple of `multiple`, at least `bound` and less than `below`, that fits: doubling, then bisection."""
     first, last = -(-bound // multiple), (below - 1) // multiple
-
-    def fits(factor: int) -> bool:
-        return end_of_order(order, factor * multiple, num_shards * factor * multiple) >= 0
-
     tolerated = max(resolution // multiple, 1)
     failed, factor, step = first - 1, first, tolerated
-    while factor <= last and not fits(factor):
+    while factor <= last and not fits(factor * multiple):
         failed, factor, step = factor, factor + step, step * 2
     if factor > last:
         factor = last
-        if last <= failed or not fits(last):
+        if last <= failed or not fits(last * multiple):
             return None
     while factor - failed > tolerated:
         middle = (factor + failed) // 2
-        if fits(middle):
+        if fits(middle * multiple):
             factor = middle
         else:
             failed = middle

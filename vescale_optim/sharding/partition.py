@@ -10,14 +10,15 @@ what is left:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import lcm
 
+from vescale_optim.sharding.best_order import num_orders_states, order_that_fits
 from vescale_optim.sharding.bounds import scheduling_bound
-from vescale_optim.sharding.segment_partitions import least_partitions
 from vescale_optim.sharding.packing import Item, Run, as_runs, end_of_order, round_up, smallest_shard
+from vescale_optim.sharding.segment_partitions import least_partitions
 from vescale_optim.sharding.shard_sizes import shard_size_combinations
 
 Counts = tuple[int, ...]
@@ -61,19 +62,44 @@ class Partitioner:
             found = search(self._price(best))
             if found is not None:
                 best = min(best, found, self._improved([part.counts for part in found]), key=self._price)
-        refined = [self._refined(part) for part in best]
-        if [part.order for part in refined] == [tuple(self.runs)]:
-            return refined
-        # The caller's order in one segment, exact: what a plain planner would do is never beaten by less.
-        plain = smallest_shard(self.runs, self.num_ranks, self.align, at_most=self._price(refined) // self.num_ranks)
-        if plain is None or plain * self.num_ranks + self.segment_numel > self._price(refined):
-            return refined
-        return [Part(self.totals, plain, tuple(self.runs))]
+        best = [self._refined(part) for part in best]
+        if sum(self.totals) <= _FEW_TENSORS:
+            best = self._by_every_partition(best)
+        # One segment, exact: the caller's order is never beaten by less, nor is any order that few states can try.
+        if [part.order for part in best] != [tuple(self.runs)]:
+            best = self._cheaper(best, self._in_order(self.totals, self.runs, self._price(best)))
+        return self._cheaper(best, self._in_any_order(self.totals, self._price(best)))
+
+    def _cheaper(self, parts: list[Part], single: Part | None) -> list[Part]:
+        return [single] if single is not None and self._price([single]) <= self._price(parts) else parts
 
     def _refined(self, part: Part) -> Part:
-        """The same segment with its S exact."""
-        shard = smallest_shard(part.order, self.num_ranks, self.align, at_most=part.shard - self.align)
-        return part if shard is None else Part(part.counts, shard, part.order)
+        """The same segment with its S exact, and the best over all orders where they are few."""
+        price = part.shard * self.num_ranks
+        part = self._in_order(part.counts, part.order, price) or part
+        return self._in_any_order(part.counts, part.shard * self.num_ranks - 1) or part
+
+    def _in_order(self, counts: Counts, order: Sequence[Run], price: int) -> Part | None:
+        shard = smallest_shard(order, self.num_ranks, self.align, at_most=price // self.num_ranks)
+        return None if shard is None else Part(counts, shard, tuple(order))
+
+    def _in_any_order(self, counts: Counts, price: int) -> Part | None:
+        kinds = [(kind, count) for kind, count in zip(self.kinds, counts, strict=True) if count]
+        if num_orders_states(kinds) > _MOST_STATES:
+            return None
+
+        def fits(shard: int) -> bool:
+            return order_that_fits(kinds, shard, shard * self.num_ranks) is not None
+
+        at_most = price // self.num_ranks
+        shard = smallest_shard(
+            kinds, self.num_ranks, self.align, at_most=at_most, resolution=self.average // _RESOLUTION, fits=fits
+        )
+        if shard is None:
+            return None
+        order = order_that_fits(kinds, shard, shard * self.num_ranks)
+        assert order is not None
+        return self._in_order(counts, order, shard * self.num_ranks) or Part(counts, shard, tuple(order))
 
     def _from_one_segment(self, price: int) -> list[Part] | None:
         return [self.part(self.totals)]
@@ -107,18 +133,41 @@ class Partitioner:
         )
         best: list[Part] | None = None
         for partition in partitions:
-            fixed = []
-            for members in partition.members:
-                counts = [0] * len(self.kinds)
-                for member in members:
-                    counts[each[member]] += 1
-                fixed.append(tuple(counts))
+            fixed = [self._counts(each[member] for member in members) for members in partition.members]
             for shards in self._reaching_average(partition.shards):
-                if sum(shards) * self.num_ranks + self.segment_numel * len(shards) >= price:
+                if self._shards_price(shards) >= price:
                     continue
                 parts = self._filled(shards, [*fixed, *[(0,) * len(self.kinds)] * (len(shards) - len(fixed))])
                 if parts is not None:
                     best, price = parts, self._price(parts)
+        return best
+
+    def _by_every_partition(self, best: list[Part]) -> list[Part]:
+        """Few tensors: every partition that could be cheaper, each part in its best order."""
+        each = [position for position, total in enumerate(self.totals) for _ in range(total)]
+        each.sort(key=lambda position: (-self.kinds[position].size, position))
+        limit = (self._price(best) - self.segment_numel) // self.num_ranks
+        partitions, _ = least_partitions(
+            [self.kinds[position] for position in each],
+            self.num_ranks,
+            self.align,
+            long_from=2 * limit,
+            below=limit,
+            enough=0,
+            most_segments=self.max_segments,
+            num_kept=_MOST_PARTITIONS,
+        )
+        exact: dict[Counts, Part] = {}
+        for partition in partitions:
+            if self._shards_price(partition.shards) >= self._price(best):
+                continue
+            parts = []
+            for members in partition.members:
+                counts = self._counts(each[member] for member in members)
+                if counts not in exact:
+                    exact[counts] = self._refined(self.part(counts))
+                parts.append(exact[counts])
+            best = min(best, parts, key=self._price)
         return best
 
     def _reaching_average(self, shards: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -243,8 +292,17 @@ class Partitioner:
         chosen = set(members)
         return tuple(total if position in chosen else 0 for position, total in enumerate(self.totals))
 
+    def _counts(self, positions: Iterable[int]) -> Counts:
+        counts = [0] * len(self.kinds)
+        for position in positions:
+            counts[position] += 1
+        return tuple(counts)
+
     def _price(self, parts: Sequence[Part]) -> int:
-        return sum(part.shard for part in parts) * self.num_ranks + self.segment_numel * len(parts)
+        return self._shards_price([part.shard for part in parts])
+
+    def _shards_price(self, shards: Sequence[int]) -> int:
+        return sum(shards) * self.num_ranks + self.segment_numel * len(shards)
 
     def _merged(self, groups: list[Counts]) -> list[Counts]:
         """Merges the two groups whose union costs least, until none gains and few enough are left."""
@@ -331,6 +389,8 @@ _MOST_CLASSES = 7
 # Padding of this fraction above what any plan needs is not worth a further search.
 _GOOD_ENOUGH = 4096
 _RESOLUTION = 4096
+_MOST_STATES = 400
+_FEW_TENSORS = 7
 _MOST_COMBINATIONS = 400
 _MOST_TENSORS = 16
 _MOST_PARTITIONS = 40

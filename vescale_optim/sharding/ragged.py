@@ -87,7 +87,7 @@ class RaggedTensor(DTensor):
             )
         if local.requires_grad or isinstance(local, DTensor):
             raise ValueError("local must be a plain tensor without autograd history; pass local.detach()")
-        return RaggedTensor._wrap(local, layout, before_read and _BeforeRead(before_read))
+        return RaggedTensor._wrap(local, layout, None if before_read is None else _BeforeRead(before_read))
 
     @staticmethod
     def from_replicate(
@@ -144,7 +144,7 @@ class RaggedTensor(DTensor):
 
     @before_read.setter
     def before_read(self, hook: Callable[[], None] | None) -> None:
-        self._before_read = hook and _BeforeRead(hook)
+        self._before_read = None if hook is None else _BeforeRead(hook)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's elements: flat, not a copy."""
@@ -323,7 +323,7 @@ def _rebuild(
     return tensor
 
 
-# torch.load(weights_only=True), the default, accepts these.
+# torch.load(weights_only=True), the default, accepts these once this module has been imported.
 torch.serialization.add_safe_globals([RaggedShard, RaggedTensor, _rebuild])
 
 

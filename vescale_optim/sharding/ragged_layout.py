@@ -151,7 +151,8 @@ class RaggedLayout:
         return ragged_layout, (self.mesh, self.placements, self.shape)
 
     def __repr__(self) -> str:
-        return f"RaggedLayout({tuple(self.shape)}, {self.placements}, elements {self.start}:{self.start + self.numel} here)"
+        elements = f"{self.start}:{self.start + self.numel}"
+        return f"RaggedLayout({tuple(self.shape)}, {self.placements} on {self.mesh}, elements {elements} here)"
 
 
 def ragged_layout(mesh: DeviceMesh, placements: Placement | Sequence[Placement], shape: Sequence[int]) -> RaggedLayout:

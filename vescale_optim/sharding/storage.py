@@ -14,7 +14,6 @@ All sizes are in elements. The order of buckets is the reverse of registration, 
 
 from __future__ import annotations
 
-import itertools
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,12 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.sharding.agreement import Agreement
-from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.bucketing import form_buckets
 from vescale_optim.sharding.collectives import Pending, data_group
 from vescale_optim.sharding.dbuffer import DBuffer
-from vescale_optim.sharding.gradient_reduction import FlushKind, GradientBucket, GradientReduction
+from vescale_optim.sharding.gradient_bucket import GradientBucket
+from vescale_optim.sharding.gradient_reduction import FlushKind, GradientReduction
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, ids_owned_by_modules, is_wrapped_by_ddp
+from vescale_optim.sharding.parameters import ManagedParameter, check_plain, checksum
 from vescale_optim.sharding.planner import BufferPlan
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.travelling import depart, settle
@@ -40,23 +40,6 @@ from vescale_optim.sharding.travelling import depart, settle
 # 16 fp32 elements are one AVX-512 register and one cache line: shards cut there go through the same vector lanes as the
 # whole tensor, so a fused kernel gives the same bits.
 ALIGN = 16
-
-
-@dataclass(frozen=True, eq=False)
-class ManagedParameter:
-    """One parameter of the user, with what the optimizer declared about it.
-
-    Args:
-        name: for messages and checkpoints.
-        param: the user's object.
-        blocks: what must be whole.
-        cost: FLOPs of the rule on the whole tensor.
-    """
-
-    name: str
-    param: nn.Parameter
-    blocks: Blocks
-    cost: float = 0.0
 
 
 @dataclass(eq=False)
@@ -439,37 +422,3 @@ def _before_read(reference: ref[GradientReduction]) -> None:
     reduction = reference()
     if reduction is not None:
         reduction.before_read()
-
-
-def checksum(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bits of a tensor: of all elements, and of every second one."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    bits = tensor.detach().reshape(-1).view(integer)
-    sums = torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
-    first, second = sums.tolist()
-    return first, second
-
-
-def check_plain(parameters: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
-    """Raise ValueError, naming the parameter, where one cannot live as a view of a flat buffer."""
-    spans: list[tuple[int, int, str]] = []
-    for managed in parameters:
-        param, where = managed.param, f"parameter '{managed.name}' of shape {tuple(managed.param.shape)}"
-        if param.device.type != mesh.device_type:
-            raise ValueError(
-                f"{where} is on {param.device}, but the mesh is of {mesh.device_type} devices; move the model before "
-                "constructing the optimizer, or give a mesh of its device type"
-            )
-        if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
-            raise ValueError(f"{where} has dtype {param.dtype}; parameters must be floating point of 16 bits or more")
-        if param.numel():
-            start = param.untyped_storage().data_ptr() + param.storage_offset() * param.element_size()
-            extent = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-            spans.append((start, start + (extent + 1) * param.element_size(), managed.name))
-    spans.sort()
-    for (_, end, name), (start, _, other) in itertools.pairwise(spans):
-        if start < end:
-            raise ValueError(
-                f"parameters '{name}' and '{other}' are different objects over the same memory; tie weights by assigning "
-                "the same Parameter to both modules"
-            )

@@ -46,7 +46,7 @@ class TravellingParameter(nn.Parameter):
 
 
 # What says nothing about the values: reading these must not end the overlap, `zero_grad` among them.
-_METADATA_NAMES = "grad grad_dtype grad_fn requires_grad shape dtype device layout ndim is_leaf".split()
+_METADATA_NAMES = ["grad", "grad_dtype", "grad_fn", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf"]
 _METADATA_METHODS = [Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.requires_grad_]
 _METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in _METADATA_NAMES]

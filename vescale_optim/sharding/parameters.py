@@ -1,0 +1,64 @@
+"""What a storage manages, and what it can tell of a parameter before it touches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_optim.sharding.blocks import Blocks
+
+
+@dataclass(frozen=True, eq=False)
+class ManagedParameter:
+    """One parameter of the user, with what the optimizer declared about it.
+
+    Args:
+        name: for messages and checkpoints.
+        param: the user's object.
+        blocks: what must be whole.
+        cost: FLOPs of the rule on the whole tensor.
+    """
+
+    name: str
+    param: nn.Parameter
+    blocks: Blocks
+    cost: float = 0.0
+
+
+def checksum(tensor: Tensor) -> tuple[int, int]:
+    """Two sums over the bits of a tensor: of all elements, and of every second one."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    bits = tensor.detach().reshape(-1).view(integer)
+    sums = torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
+    first, second = sums.tolist()
+    return first, second
+
+
+def check_plain(parameters: Sequence[ManagedParameter], mesh: DeviceMesh) -> None:
+    """Raise ValueError, naming the parameter, where one cannot live as a view of a flat buffer."""
+    spans: list[tuple[int, int, str]] = []
+    for managed in parameters:
+        param, where = managed.param, f"parameter '{managed.name}' of shape {tuple(managed.param.shape)}"
+        if param.device.type != mesh.device_type:
+            raise ValueError(
+                f"{where} is on {param.device}, but the mesh is of {mesh.device_type} devices; move the model before "
+                "constructing the optimizer, or give a mesh of its device type"
+            )
+        if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
+            raise ValueError(f"{where} has dtype {param.dtype}; parameters must be floating point of 16 bits or more")
+        if param.numel():
+            start = param.untyped_storage().data_ptr() + param.storage_offset() * param.element_size()
+            extent = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            spans.append((start, start + (extent + 1) * param.element_size(), managed.name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"parameters '{name}' and '{other}' are different objects over the same memory; tie weights by assigning "
+                "the same Parameter to both modules"
+            )
