@@ -1,4 +1,4 @@
-"""Blocks: units cover the tensor in order, pieces are views that cover the units, and both are where index arithmetic says."""
+"""Blocks: units cover the tensor in order, pieces are views that cover the units, where index arithmetic says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def every_kind(shape: tuple[int, ...]) -> list[Blocks]:
             first, second = shape[-2:] if flatten is None else (shape[0], prod(shape[1:]))
             out = first if matrix_layout == "out_in" else second
             choices: list[dict[str, object]] = [{}]
-            choices += [{"splits": sizes} for sizes in ((out,), (1, out - 1), (out // 2, out // 2)) if sum(sizes) == out]
+            choices += [
+                {"splits": sizes} for sizes in ((out,), (1, out - 1), (out // 2, out // 2)) if sum(sizes) == out
+            ]
             choices += [{"interleave": k} for k in (2, 3) if out and out % k == 0]
             for choice in choices:
                 if all(size > 0 for size in choice.get("splits", ())):
@@ -45,7 +47,9 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
 @given(shape=shapes, data=st.data())
-def test_every_element_is_in_exactly_one_piece_and_writing_reaches_it(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_every_element_is_in_exactly_one_piece_and_writing_reaches_it(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     for blocks in every_kind(shape):
         first = data.draw(st.integers(0, blocks.num_units))
         count = data.draw(st.integers(0, blocks.num_units - first))
@@ -104,10 +108,7 @@ def expected_matrices(
         stack, first, second = prod(shape[:-2]), shape[-2], shape[-1]
     num_in = second if out_in else first
     return [
-        [
-            [m * first * second + (o * second + i if out_in else i * second + o) for i in range(num_in)]
-            for o in group
-        ]
+        [[m * first * second + (o * second + i if out_in else i * second + o) for i in range(num_in)] for o in group]
         for m, group in product(range(stack), groups)
     ]
 
@@ -115,7 +116,9 @@ def expected_matrices(
 @pytest.mark.parametrize("shape", [(6, 4), (3, 6, 4), (2, 2, 12, 6), (6, 1), (1, 6)])
 @pytest.mark.parametrize("matrix_layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("flatten", [None, "conv"])
-def test_matrices_are_out_by_in_whatever_the_storage(shape: tuple[int, ...], matrix_layout: str, flatten: str | None) -> None:
+def test_matrices_are_out_by_in_whatever_the_storage(
+    shape: tuple[int, ...], matrix_layout: str, flatten: str | None
+) -> None:
     out_in = matrix_layout == "out_in"
     first, second = (shape[0], prod(shape[1:])) if flatten else shape[-2:]
     out = first if out_in else second
@@ -199,7 +202,10 @@ def test_blocks_are_values() -> None:
             r"shape \(4608, 1024\): splits \(2048, 256, 256\) sum to 2560 rows; give splits that sum to 4608",
         ),
         (lambda: Blocks.splits((4, 6), (4, 0)), r"splits \(4, 0\) of axis 0; give sizes of at least 1"),
-        (lambda: Blocks.matrices((3, 4, 7), splits=(4, 4), matrix_layout="in_out"), r"give splits that sum to 7 \(axis 2\)"),
+        (
+            lambda: Blocks.matrices((3, 4, 7), splits=(4, 4), matrix_layout="in_out"),
+            r"give splits that sum to 7 \(axis 2\)",
+        ),
         (lambda: Blocks.matrices((8,)), r"shape \(8,\): a matrix needs two axes, found 1; use rows, flat or elements"),
         (lambda: Blocks.matrices((9, 4), interleave=2), r"interleave=2 does not divide the 9 out rows \(axis 0\)"),
         (lambda: Blocks.matrices((8, 4), interleave=2, splits=(4, 4)), "both splits and interleave=2; give only one"),

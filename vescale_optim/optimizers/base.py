@@ -10,6 +10,7 @@ lines.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -56,7 +57,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             RaggedTensor afterwards. "none": gradients are already equal on all ranks (DistributedDataParallel).
         master_dtype: torch.float32 keeps a wider copy of low-precision parameters, and state, in that dtype.
         grad_dtype: dtype in which gradients are added up and sent; None for the parameter's.
-        bucket_mib: size of a bucket in MiB; buckets grow until padding is at most 3 %.
+        bucket_mib: size of a bucket in MiB; None for 16, and 0.25 for each rank where that is more, so that shards stay
+            worth a message. Buckets grow further until padding is at most 3 %.
         broadcast_parameters: compare parameters at construction and take rank 0's where ranks differ.
         overlap_forward: `step()` returns while updated parameters still travel, and the first use of each waits. Not
             for models that are compiled or replayed from CUDA graphs, which use parameters without asking torch.
@@ -76,13 +78,15 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         grad_sync: Literal["reduce_scatter", "none"] = "reduce_scatter",
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        bucket_mib: float = 32,
+        bucket_mib: float | None = None,
         broadcast_parameters: bool = True,
         overlap_forward: bool = False,
     ) -> None:
         check_mesh(mesh)
         require(grad_sync in ("reduce_scatter", "none"), "grad_sync", grad_sync, '"reduce_scatter" or "none"')
-        require(bucket_mib > 0, "bucket_mib", bucket_mib, "> 0")
+        if bucket_mib is None:
+            bucket_mib = max(16, 0.25 * mesh.size())
+        require(bucket_mib > 0, "bucket_mib", bucket_mib, "None or > 0")
         for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
             require(dtype is None or dtype.is_floating_point, name, dtype, "None or a floating dtype")
         self._algorithm = algorithm
@@ -248,7 +252,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         if any(param not in self._index_of for _, param, _ in self._trainable()):
             self._manage_new_parameters()
             self._synchronize()
-        self._update()
+        if not self._skips_step():
+            self._update()
         return loss
 
     def _synchronize(self) -> None:
@@ -268,6 +273,27 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             )
         if agreed[2] != -agreed[3]:
             self._storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
+
+    def _skips_step(self) -> bool:
+        """Whether a rule cannot take the gradients (see `Rule.max_gradient`); the same on all ranks."""
+        limits = [rule.max_gradient for rule in map(self.rule_of, self.param_groups) if rule.max_gradient is not None]
+        if not limits:
+            return False
+        storage = self._storage
+        present = {index: storage.gradient(index) for index in self._index_of.values() if storage.has_gradient(index)}
+        held = {index: grad for index, grad in present.items() if grad.numel()}
+        # A NaN is smallest and largest at once.
+        extremes = [value.float() for grad in held.values() for value in torch.aminmax(grad)]
+        largest = torch.stack(extremes).view(-1, 2).abs().amax(dim=1).tolist() if held else []
+        bad = [index + 1 for index, value in zip(held, largest, strict=True) if not value <= min(limits)]
+        (agreed,) = storage.agreement.maximum([max(bad, default=0)])
+        if agreed:
+            warnings.warn(
+                f"the gradient of parameter '{storage.parameters[agreed - 1].name}' has NaN, infinite or huge entries: "
+                f"all ranks skip this step, parameters and state are untouched (entries may be up to {min(limits):g})",
+                stacklevel=3,
+            )
+        return agreed > 0
 
     def _update(self) -> None:
         storage = self._storage
@@ -292,16 +318,18 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         rule = self.rule_of(group)
         for index in indices:
             self.state[self._storage.parameters[index].param]["step"] += 1
-        held = [index for index in indices if self._storage.shard(index).numel()]
-        if not held:
-            return
-        shards = self._shards_of(held)
-        if rule.is_elementwise:
-            rule.apply(shards, [], group)
-            return
-        wires = rule.prepare(shards, group)
-        directions = rule.compute(self._units_of(held, shards, wires), group)
-        rule.apply(shards, directions, group)
+        by_kind: dict[tuple[str, ...], list[int]] = {}
+        for index in indices:
+            if self._storage.shard(index).numel():
+                by_kind.setdefault(tuple(self.state[self._storage.parameters[index].param]), []).append(index)
+        for held in by_kind.values():
+            shards = self._shards_of(held)
+            if rule.is_elementwise:
+                rule.apply(shards, [], group)
+                continue
+            wires = rule.prepare(shards, group)
+            directions = rule.compute(self._units_of(held, shards, wires), group)
+            rule.apply(shards, directions, group)
 
     def _shards_of(self, indices: Sequence[int]) -> Shards:
         storage, shards = self._storage, Shards()
@@ -401,8 +429,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 value._local_tensor.copy_(source._local_tensor)
                 continue
             whole = source.full_tensor() if isinstance(source, DTensor) else source
-            start, numel = value.placements[0].range(value.shape, self._storage.rank)
-            value._local_tensor.copy_(whole.reshape(-1)[start : start + numel])
+            start, end = value.placements[0].range(value.shape, self._storage.rank)
+            value._local_tensor.copy_(whole.reshape(-1)[start:end])
 
     def __getstate__(self) -> dict[str, Any]:
         extra = {name: self.__dict__[name] for name in ("_algorithm", "_others", "_options", "_mesh", "_overlaps_forward")}

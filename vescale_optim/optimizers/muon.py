@@ -164,9 +164,8 @@ class ShardedMuon(ShardedOptimizer):
         for (rows, columns), matrices in sources.items():
             size = max(1, BATCH_NUMEL // max(rows * columns, 1))
             for start in range(0, len(matrices), size):
-                batch = torch.stack(matrices[start : start + size])
                 results = orthogonalize(
-                    batch,
+                    matrices[start : start + size],
                     coefficients=group["ns_coefficients"],
                     steps=group["ns_steps"],
                     eps=group["eps"],
@@ -178,12 +177,13 @@ class ShardedMuon(ShardedOptimizer):
 
     def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
         lr = float(group["lr"])
-        for param in shards.params:
+        for param, direction, blocks, start in zip(
+            shards.params, directions, shards.blocks, shards.starts, strict=True
+        ):
             # Not foreach: on CPU (torch 2.13) it rounds the factor to bf16 first, which loses a small decay entirely.
             param.mul_(1 - lr * group["weight_decay"])
-        for shard in zip(shards.params, directions, shards.blocks, shards.starts, strict=True):
-            for shape, param, direction in split_by_step(*shard, group["adjust_lr_fn"]):
-                add_direction_(param, direction, -(lr * lr_ratio(*shape, group["adjust_lr_fn"])), shape)
+            for shape, part, step in split_by_step(param, direction, blocks, start, group["adjust_lr_fn"]):
+                add_direction_(part, step, -(lr * lr_ratio(*shape, group["adjust_lr_fn"])), shape)
 
 
 def add_direction_(param: Tensor, direction: Tensor, alpha: float, shape: tuple[int, int]) -> None:

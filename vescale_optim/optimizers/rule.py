@@ -33,20 +33,22 @@ class StateSpec:
         name: its key in `optimizer.state[param]`.
         where: "parameter": shape and placement of the parameter. "unit": it lives with the owner of each unit.
         dtype: None for the dtype that the rule updates (the parameter's, or `master_dtype`).
-        unit_numels: for "unit": elements of every unit's state, in the order of units.
+        unit_numels: for "unit": elements of every unit's state, in the order of units; one number where all are equal.
         fill: initial value.
     """
 
     name: str
     where: Literal["parameter", "unit"] = "parameter"
     dtype: torch.dtype | None = None
-    unit_numels: tuple[int, ...] = ()
+    unit_numels: tuple[int, ...] | int = ()
     fill: float = 0.0
 
 
 @dataclass
 class Shards:
     """What `prepare` and `apply` see: this rank's parts of some parameters of one group, in lists of equal length.
+
+    Their state has the same names; parameters of a group with other state come in a call of their own.
 
     Attributes:
         params: flat views to update in place (the master copy where there is one).
@@ -94,7 +96,14 @@ class Units:
 
 
 class Rule:
-    """Override what the optimizer needs; see the module docstring. `group` is the parameter's param group."""
+    """Override what the optimizer needs; see the module docstring. `group` is the parameter's param group.
+
+    Attributes:
+        max_gradient: where an entry of any mean gradient is larger than this, infinite or NaN, all ranks skip the step
+            with a warning. For rules whose state such an entry would spoil for good; None looks at no gradient.
+    """
+
+    max_gradient: float | None = None
 
     def blocks(self, shape: Sequence[int], group: Group) -> Blocks:
         """What must be whole of a parameter of this shape."""

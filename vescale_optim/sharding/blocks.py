@@ -1,8 +1,8 @@
 """Blocks: what an optimizer needs whole, for one tensor.
 
-A tensor is seen on two levels. *Units* are contiguous runs of elements of the row-major tensor; each lives whole on one
-rank while the optimizer works on it, and they are all that the planner sees (`TensorBlocks`). *Pieces* are what the rule
-computes on inside units: matrices, tiles, heads, rows; views of the flat units made with einops, contiguous or not.
+A tensor is seen on two levels. *Units* are contiguous runs of elements of the row-major tensor; each lives whole on
+one rank while the optimizer works on it, and they are all that the planner sees (`TensorBlocks`). *Pieces* are what
+the rule computes on inside units: matrices, tiles, heads, rows; views of the flat units, contiguous or not.
 
     shape (4, 6), tiles(2):      unit 0 = rows 0-1 = 12 elements     pieces of unit 0: three 2x2 tiles
                                  unit 1 = rows 2-3 = 12 elements     pieces of unit 1: three 2x2 tiles
@@ -57,7 +57,7 @@ class Blocks:
 
     @classmethod
     def flat(cls, shape: Sequence[int], numel: int) -> Blocks:
-        """Runs of `numel` elements of the flat tensor, the last may be short. Pieces: [count, 1, numel], [1, 1, short]."""
+        """Runs of `numel` elements, the last may be short. Pieces: [count, 1, numel], then [1, 1, short]."""
         shape = _checked_shape(shape)
         if numel < 1:
             raise ValueError(f"shape {shape}: flat blocks of {numel} elements; give at least 1")
@@ -67,8 +67,8 @@ class Blocks:
     def rows(cls, shape: Sequence[int], num_rows: int) -> Blocks:
         """Runs of `num_rows` rows, a row being the last dimension; the last run may be short.
 
-        Rows are counted over all leading dimensions: a run may go from one matrix of a stack into the next. A 1-D tensor
-        is one row, a 0-D tensor one element. Pieces: [count, num_rows, columns], then [1, short, columns].
+        Rows are counted over all leading dimensions: a run may go from one matrix of a stack into the next. A 1-D
+        tensor is one row, a 0-D tensor one element. Pieces: [count, num_rows, columns], then [1, short, columns].
         """
         shape = _checked_shape(shape)
         if num_rows < 1:
@@ -264,7 +264,7 @@ class PieceLayout(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """One piece per unit: its rows of `columns` elements. A unit shorter than a row, or not of whole rows, is one row."""
+    """One piece per unit: its rows of `columns` elements. A unit that is not of whole rows is one row."""
 
     columns: int
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from vescale_optim.sharding.buffer_pool import BufferPool
 from vescale_optim.sharding.collectives import Pending, all_gather, all_reduce, broadcast, new_tag, reduce_scatter_mean
 from vescale_optim.sharding.planner import BufferPlan
 
@@ -47,6 +48,7 @@ class DBuffer:
         self.dtype = dtype
         self.device = device
         self._tags = [new_tag(group) for _ in plan.segments]
+        self._shard_views: list[Tensor | None] = [None] * len(plan.tensors)
         self._segment_of = {tensor: index for index, segment in enumerate(plan.segments) for tensor in segment.tensors}
         self.full = torch.zeros(plan.numel, dtype=dtype, device=device) if with_full else None
         if self.full is not None:
@@ -76,20 +78,23 @@ class DBuffer:
 
     def shard_view(self, tensor: int) -> Tensor:
         """What this rank holds of logical tensor `tensor`: a flat view, empty where it holds nothing."""
-        extent = self.plan.extent(tensor, self.rank)
-        segment = self._segment_of[tensor]
-        offset = extent.local - self.plan.segments[segment].local_start[self.rank]
-        return self.shards[segment].narrow(0, offset, extent.numel)
+        view = self._shard_views[tensor]
+        if view is None:
+            extent = self.plan.extent(tensor, self.rank)
+            segment = self._segment_of[tensor]
+            offset = extent.local - self.plan.segments[segment].local_start[self.rank]
+            view = self._shard_views[tensor] = self.shards[segment].narrow(0, offset, extent.numel)
+        return view
 
     def all_gather(self) -> list[Pending]:
         """Complete `full` from every rank's shards, in place; one handle per segment."""
         segments = zip(self.plan.segments, self.segments_of(self._require_full()), strict=True)
         return [all_gather(view, segment.shard_numels, self.group) for segment, view in segments]
 
-    def reduce_scatter_mean(self, full: Tensor, *, add: bool = False) -> list[Pending]:
+    def reduce_scatter_mean(self, full: Tensor, pool: BufferPool, *, add: bool = False) -> list[Pending]:
         """Write (or add) the mean over ranks of `full`, a global buffer of this plan, into the shards."""
         return [
-            reduce_scatter_mean(view, segment.shard_numels, shard, self.group, add=add, tag=tag)
+            reduce_scatter_mean(view, segment.shard_numels, shard, self.group, pool, add=add, tag=tag)
             for segment, view, shard, tag in zip(
                 self.plan.segments, self.segments_of(full), self.shards, self._tags, strict=True
             )

@@ -1,4 +1,4 @@
-"""GradientBucket: the gradients of one bucket on their way from autograd to the shards, and the buffers they use.
+"""GradientBucket: the gradients of one bucket on their way from autograd to the shards.
 
     p.grad of this rank  ->  full (global buffer, local gradients)  ->  reduce-scatter  ->  shards (mean), seen through views
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from vescale_optim.sharding.collectives import Pending
@@ -59,22 +58,3 @@ class GradientBucket:
         """Whether every gradient that can be expected in this backward has come."""
         seen = self.seen or [True] * len(self.params)
         return all(fired or not expected for fired, expected in zip(self.fired, seen, strict=True))
-
-
-class BufferPool:
-    """Global gradient buffers, kept and reused: fresh pages cost more than copies."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat buffer of `numel` elements with undefined contents."""
-        fitting = [b for b in self._free if b.dtype == dtype and b.device == device and b.numel() >= numel]
-        if not fitting:
-            return torch.empty(numel, dtype=dtype, device=device)
-        smallest = min(fitting, key=Tensor.numel)
-        self._free = [buffer for buffer in self._free if buffer is not smallest]
-        return smallest
-
-    def give(self, buffer: Tensor) -> None:
-        self._free.append(buffer)

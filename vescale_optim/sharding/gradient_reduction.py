@@ -32,8 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from vescale_optim.sharding.agreement import Agreement
+from vescale_optim.sharding.buffer_pool import BufferPool
 from vescale_optim.sharding.dbuffer import view_in_full
-from vescale_optim.sharding.gradient_bucket import BufferPool, GradientBucket
+from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, is_wrapped_by_ddp
 from vescale_optim.sharding.ragged import RaggedTensor
 
@@ -222,7 +223,7 @@ class GradientReduction:
         for start, end in plan.gaps():
             full[start:end].zero_()
         bucket.in_flight = full
-        bucket.pending = bucket.shards.reduce_scatter_mean(full, add=bucket.holds_sum)
+        bucket.pending = bucket.shards.reduce_scatter_mean(full, self._pool, add=bucket.holds_sum)
         bucket.holds_sum = True
 
     def _close_round(self) -> None:
@@ -239,14 +240,22 @@ class GradientReduction:
         for handle in pending:
             handle.wait()
         if bucket.in_flight is not None:
-            self._pool.give(bucket.in_flight)
+            self._give_buffer(bucket, bucket.in_flight)
             bucket.in_flight = None
         for slot in bucket.dropped:
             bucket.shards.shard_view(slot).zero_()
         bucket.dropped.clear()
 
     def _take_buffer(self, bucket: GradientBucket) -> Tensor:
-        return self._pool.take(bucket.shards.plan.numel, bucket.shards.dtype, bucket.shards.device)
+        """A global buffer: the bucket's own, whose shards then receive the mean in place, or one of the pool."""
+        shards = bucket.shards
+        if shards.full is not None and not bucket.holds_sum and not bucket.pending:
+            return shards.full
+        return self._pool.take(shards.plan.numel, shards.dtype, shards.device)
+
+    def _give_buffer(self, bucket: GradientBucket, buffer: Tensor) -> None:
+        if buffer is not bucket.shards.full:
+            self._pool.give(buffer)
 
     # -- flush -------------------------------------------------------------------------------------------------------
 
@@ -471,7 +480,7 @@ class GradientReduction:
             for handle in bucket.pending:
                 handle.drop_result()
             if bucket.full is not None:
-                self._pool.give(bucket.full)
+                self._give_buffer(bucket, bucket.full)
                 bucket.full = None
             bucket.written = [False] * len(bucket.params)
             bucket.present = [False] * len(bucket.params)

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import lcm
 
-from vescale_optim.sharding.arrange import Draft, even_drafts, uneven_drafts
-from vescale_optim.sharding.bounds import smallest_local_numel
-from vescale_optim.sharding.packing import Item, make_item
+from vescale_optim.sharding.planning.arrange import Draft, even_drafts, uneven_drafts
+from vescale_optim.sharding.planning.bounds import smallest_local_numel
+from vescale_optim.sharding.planning.packing import Item, make_item
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,8 @@ def plan_buffer(
 ) -> BufferPlan:
     """Pack tensors into one buffer that the shards of `num_ranks` ranks cut only between units.
 
-    Finds segments, the order of the tensors and the shard sizes, with as little padding as the search can find and, where
-    tensors have a cost, with the least busy busiest rank among the plans of little padding.
+    Finds segments, the order of the tensors and the shard sizes, with as little padding as the search can find and,
+    where tensors have a cost, with the least busy busiest rank among the plans of little padding.
 
         rank 0          rank 1          rank 2
         |AAAAAAAA|AAAA..|BBBBBB|CCCCCC..|      A is cut between its blocks, B and C are not cut;
@@ -226,17 +227,17 @@ def plan_buffer(
     Args:
         tensors: what to pack, in the order of use; the plan keeps that order where it costs nothing.
         num_ranks: shards of every segment, >= 1.
-        align: shard sizes and offsets are multiples of this many elements (16 bytes for NCCL), so a tensor can be cut only
-            at multiples of lcm(block, align), or at those `boundaries` that are multiples of `align`.
+        align: shard sizes and offsets are multiples of this many elements (16 bytes for NCCL), so a tensor can be cut
+            only at multiples of lcm(block, align), or at those `boundaries` that are multiples of `align`.
         loads: FLOPs that each rank has already from other buckets; None for none.
-        padding_tolerance: padding, as a fraction of the elements of the tensors, that may be spent on the balance of the
-            FLOPs; a plan that must pad more than this pads as little as it can.
-        even: all shards of a segment have the same size. If not, there is no padding beyond alignment; the busiest rank is
-            made least busy first, then the bytes are levelled, as far as the units allow.
+        padding_tolerance: padding, as a fraction of the elements of the tensors, that may be spent on the balance of
+            the FLOPs; a plan that must pad more than this pads as little as it can.
+        even: all shards of a segment have the same size. If not, there is no padding beyond alignment; the busiest rank
+            is made least busy first, then the bytes are levelled, as far as the units allow.
 
     Raises:
-        ValueError: num_ranks < 1, align < 1, a tensor with numel < 0 or block < 1, boundaries that do not ascend to numel,
-            or loads that are not one per rank.
+        ValueError: num_ranks < 1, align < 1, a tensor with numel < 0 or block < 1, boundaries that do not ascend to
+            numel, or loads that are not one per rank.
 
     Source: the problem is that of veScale-FSDP (arXiv 2602.22437); segments, costs and uneven shards are ours.
     """
@@ -244,7 +245,8 @@ def plan_buffer(
     _check(tensors, num_ranks, align, loads)
     filled = [index for index, tensor in enumerate(tensors) if tensor.numel]
     items = {
-        index: make_item(tensors[index].numel, tensors[index].block, tensors[index].boundaries, align) for index in filled
+        index: make_item(tensors[index].numel, tensors[index].block, tensors[index].boundaries, align)
+        for index in filled
     }
     costs = {index: tensors[index].cost for index in filled}
     start_loads = [0.0] * num_ranks if loads is None else [float(load) for load in loads]
@@ -256,7 +258,7 @@ def plan_buffer(
     segments, offsets = _laid_out(drafts, len(tensors), num_ranks)
     largest = sum(max(draft.shards) for draft in drafts)
     bound = smallest_local_numel(list(items.values()), num_ranks, align, known=largest) * num_ranks
-    return BufferPlan(tensors, num_ranks, align, segments, offsets, bound, _driver(drafts, items, num_ranks))
+    return BufferPlan(tensors, num_ranks, align, segments, offsets, bound, _driver(drafts, items, num_ranks, align))
 
 
 def _check(tensors: Sequence[TensorBlocks], num_ranks: int, align: int, loads: Sequence[float] | None) -> None:
@@ -277,7 +279,8 @@ def _check(tensors: Sequence[TensorBlocks], num_ranks: int, align: int, loads: S
         for position, (before, end) in enumerate(zip((0, *ends), ends, strict=False)):
             if end <= before:
                 raise ValueError(
-                    f"tensor {index}: boundary {position} is {end}, after {before}; give the ends of the units, ascending"
+                    f"tensor {index}: boundary {position} is {end}, after {before}; "
+                    f"give the ends of the units, ascending"
                 )
         if (ends[-1] if ends else 0) != tensor.numel:
             raise ValueError(
@@ -295,9 +298,7 @@ def _with_empty_tensors(drafts: list[Draft], tensors: Sequence[TensorBlocks], nu
     return [Draft(empty + first.tensors, (0,) * len(empty) + first.starts, first.shards), *drafts[1:]]
 
 
-def _laid_out(
-    drafts: Sequence[Draft], num_tensors: int, num_ranks: int
-) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
+def _laid_out(drafts: Sequence[Draft], num_tensors: int, num_ranks: int) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
     """The drafts one after the other in the global buffer and in every local buffer."""
     segments, offsets = [], [0] * num_tensors
     start, local = 0, (0,) * num_ranks
@@ -310,7 +311,7 @@ def _laid_out(
     return tuple(segments), tuple(offsets)
 
 
-def _driver(drafts: Sequence[Draft], items: dict[int, Item], num_ranks: int) -> str:
+def _driver(drafts: Sequence[Draft], items: dict[int, Item], num_ranks: int, align: int) -> str:
     """What forces the segment with the most padding above its ideal size."""
     worst, most = None, 0
     for draft in drafts:
@@ -322,10 +323,22 @@ def _driver(drafts: Sequence[Draft], items: dict[int, Item], num_ranks: int) -> 
     shard = max(worst.shards)
     inside = [tensor for tensor in worst.tensors if tensor in items]
     ideal = -(-sum(items[tensor].size for tensor in inside) // num_ranks)
+    found = f"shards of {shard} elements, {ideal} if they could be cut anywhere"
     by_unit = max(inside, key=lambda tensor: (items[tensor].largest_unit, -tensor))
     unit = items[by_unit].largest_unit
-    kind = "block" if items[by_unit].cut else "unit"
-    return (
-        f"tensor {by_unit}: its {kind} of {unit} elements must lie in one shard; "
-        f"shards of {shard} elements, {ideal} if they could be cut anywhere"
-    )
+    if shard == unit:
+        kind = "block" if items[by_unit].cut else "unit"
+        return f"tensor {by_unit}: its {kind} of {unit} elements must lie in one shard; {found}"
+    blocks: dict[int, int] = {}
+    for tensor in inside:
+        # Two boundaries or more cut a tensor of two shards: the shard is a multiple of its block.
+        if items[tensor].cut and items[tensor].size >= 2 * shard:
+            blocks.setdefault(items[tensor].cut, tensor)
+    multiple = lcm(align, *blocks)
+    if len(blocks) > 1:
+        named = ", ".join(f"{block} (tensor {tensor})" for block, tensor in blocks.items())
+        return f"shards are a multiple of {multiple} elements, the lcm of the blocks {named}; {found}"
+    if blocks:
+        ((block, tensor),) = blocks.items()
+        return f"tensor {tensor}: shards are a multiple of its block of {block} elements; {found}"
+    return f"tensor {by_unit}: no better place was found for units of up to {unit} elements; {found}"

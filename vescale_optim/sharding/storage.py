@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.bucketing import form_buckets
-from vescale_optim.sharding.collectives import Pending, data_group
+from vescale_optim.sharding.collectives import Pending, data_group, is_host_backend
 from vescale_optim.sharding.dbuffer import DBuffer
 from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.gradient_reduction import FlushKind, GradientReduction
@@ -175,7 +175,8 @@ class ReplicatedStorage:
         grads = None
         if self.reduction is not None:
             grad_dtype = self._grad_dtype or dtype
-            shards = DBuffer(plan, self._group, grad_dtype, device)
+            # Where waiting blocks the host, all buckets are in flight at the end of backward: each has a buffer of its own.
+            shards = DBuffer(plan, self._group, grad_dtype, device, with_full=is_host_backend(self._group, device))
             before_read = partial(_before_read, ref(self.reduction))
             views = [
                 self._ragged(shards.shard_view(slot), entry.param.shape, plan.shares(slot), before_read)
@@ -218,7 +219,7 @@ class ReplicatedStorage:
         return self._allocate(layout, dtype, fill)
 
     def allocate_per_unit(
-        self, unit_numels: dict[int, Sequence[int]], dtype: torch.dtype | None, fill: float
+        self, unit_numels: dict[int, Sequence[int] | int], dtype: torch.dtype | None, fill: float
     ) -> dict[int, RaggedTensor]:
         """State that lives with the owner of each unit: one logical 1-D tensor per parameter, its units in order."""
         layout = {}
@@ -226,7 +227,11 @@ class ReplicatedStorage:
             bucket, slot = self._location[index]
             plan = self.buckets[bucket].plan
             ranges = [plan.unit_range(slot, rank) for rank in range(self.num_ranks)]
-            layout[index] = ((sum(numels),), [sum(numels[first : first + count]) for first, count in ranges])
+            if isinstance(numels, int):
+                shares = [numels * count for _, count in ranges]
+            else:
+                shares = [sum(numels[first : first + count]) for first, count in ranges]
+            layout[index] = ((sum(shares),), shares)
         return self._allocate(layout, dtype, fill)
 
     def _allocate(
@@ -239,6 +244,8 @@ class ReplicatedStorage:
             bucket = self._location[index][0]
             arenas.setdefault((bucket, dtype or self.buckets[bucket].updated.dtype), []).append(index)
         for (bucket, arena_dtype), indices in arenas.items():
+            # In the order of the parameters' buffer: neighbours there are neighbours here.
+            indices.sort(key=self._offset)
             strides = [-(-layout[index][1][self.rank] // ALIGN) * ALIGN for index in indices]
             device = self.buckets[bucket].params.device
             arena = torch.full((sum(strides),), fill, dtype=arena_dtype, device=device)
@@ -246,6 +253,10 @@ class ReplicatedStorage:
                 shape, shares = layout[index]
                 result[index] = self._ragged(chunk[: shares[self.rank]], shape, shares)
         return result
+
+    def _offset(self, index: int) -> int:
+        bucket, slot = self._location[index]
+        return self.buckets[bucket].plan.offsets[slot]
 
     def _shares(self, index: int) -> tuple[int, ...]:
         bucket, slot = self._location[index]

@@ -100,40 +100,61 @@ def _earliest_start_between(item: Item, cursor: int, shard: int) -> int:
 def end_of_run(item: Item, count: int, cursor: int, shard: int) -> int:
     """Where `count` of the item end when each starts at its earliest position; -1 where that is impossible."""
     size, cut = item.size, item.cut
-    if count > 2 and not item.cuts:
-        room = shard - cursor % shard
-        if not cut and size <= shard:
-            fit_here, fit_shard = min(room // size, count), shard // size
-            if fit_here == count:
-                return cursor + count * size
-            full, last = divmod(count - fit_here - 1, fit_shard)
-            return cursor + room + full * shard + (last + 1) * size
-        if cut and shard % cut == 0 and size % cut == 0:
-            fit_here = min(room // size, count)
-            cursor += fit_here * size
-            # Once a boundary cuts one of them, the others follow without a gap: all are whole blocks.
-            return cursor if fit_here == count else earliest_start(item, cursor, shard) + (count - fit_here) * size
-    # The position in the shard decides all that follows, and takes few values: once one returns, jump over whole rounds.
-    seen: dict[int, tuple[int, int]] | None = {} if count > 8 else None
-    placed = 0
-    while placed < count:
-        if seen is not None:
-            before = seen.setdefault(cursor % shard, (placed, cursor))
-            if before[0] < placed:
-                rounds = (count - placed) // (placed - before[0])
-                cursor, placed = cursor + rounds * (cursor - before[1]), placed + rounds * (placed - before[0])
-                seen = None
-                continue
-        fit_here = min((shard - cursor % shard) // size, count - placed)
-        cursor += fit_here * size
-        placed += fit_here
-        if placed < count:
+    if item.cuts or count <= 2:
+        for _ in range(count):
             start = earliest_start(item, cursor, shard)
             if start < 0:
                 return -1
             cursor = start + size
-            placed += 1
-    return cursor
+        return cursor
+    room = shard - cursor % shard
+    fit_here = min(room // size, count)
+    cursor += fit_here * size
+    count -= fit_here
+    if not count:
+        return cursor
+    room -= fit_here * size
+    if not cut:
+        full, last = divmod(count - 1, shard // size) if size <= shard else (-1, 0)
+        return cursor + room + full * shard + (last + 1) * size if full >= 0 else -1
+    if shard % cut == 0 and size % cut == 0:
+        # Once a boundary cuts one of them, the others follow without a gap: all are whole blocks.
+        return cursor + room % cut + count * size
+    return _end_of_cut_run(size, cut, count, cursor, shard)
+
+
+def _end_of_cut_run(size: int, cut: int, count: int, cursor: int, shard: int) -> int:
+    """The same where one boundary after the other must be looked at; `earliest_start`, written out for speed."""
+    is_multiple = shard % cut == 0
+    # The position in the shard decides all that follows, and takes few values where blocks are large: once one returns,
+    # jump over whole rounds.
+    seen: dict[int, tuple[int, int]] | None = {} if shard < 1000 * cut else None
+    while True:
+        rest = cursor % shard
+        if seen is not None:
+            count_before, cursor_before = seen.setdefault(rest, (count, cursor))
+            if count_before > count:
+                rounds = count // (count_before - count)
+                cursor += rounds * (cursor - cursor_before)
+                count -= rounds * (count_before - count)
+                seen = None
+        room = shard - rest
+        fit_here = room // size
+        if fit_here >= count:
+            return cursor + count * size
+        cursor += fit_here * size
+        room -= fit_here * size
+        count -= fit_here + 1
+        before = room // cut * cut
+        if is_multiple or (before and size <= before + shard):
+            cursor += room - before + size
+        elif size <= shard:
+            cursor += room + size
+        else:
+            before = shard // cut * cut
+            if not before or size > before + shard:
+                return -1
+            cursor += room + shard - before + size
 
 
 def end_of_order(order: Iterable[Run], shard: int, limit: int) -> int:
@@ -188,8 +209,8 @@ def smallest_shard(
 ) -> int | None:
     """The smallest S found for which the items fit in this order; None where it would exceed `at_most`.
 
-    S is exact up to `resolution` elements, to save trials while many orders are compared. `fits(S)` replaces the question
-    whether the given order fits, for a search over orders.
+    S is exact up to `resolution` elements, to save trials while many orders are compared. `fits(S)` replaces the
+    question whether the given order fits, for a search over orders.
 
     An item that holds a whole shard forces S to be a multiple of its cut. Which items do is not known before S is, so
     prefixes of the items sorted by size are tried as the set of those that do: for each, S is searched among the
@@ -235,7 +256,7 @@ def _raised(multiple: int, item: Item) -> int:
 def _smallest_multiple(
     fits: Callable[[int], bool], bound: int, below: int, multiple: int, resolution: int
 ) -> int | None:
-    """The smallest multiple of `multiple`, at least `bound` and less than `below`, that fits: doubling, then bisection."""
+    """The smallest multiple of `multiple` from `bound` up to `below` that fits: by doubling, then bisection."""
     first, last = -(-bound // multiple), (below - 1) // multiple
     tolerated = max(resolution // multiple, 1)
     failed, factor, step = first - 1, first, tolerated

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vescale_optim.sharding.packing import Item, round_up
+from vescale_optim.sharding.planning.packing import Item, round_up
 
 
 @dataclass(frozen=True)

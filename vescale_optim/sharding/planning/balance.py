@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 # Bounds on the work, so that planning for thousands of ranks takes a fraction of a second.
 _MOST_TRADES = 2_000
@@ -25,6 +26,14 @@ class Job:
 
     size: float
     cost: float
+
+
+class _Bundle(NamedTuple):
+    """Jobs that change hands together."""
+
+    size: float
+    cost: float
+    jobs: tuple[Job, ...]
 
 
 def assign_jobs(
@@ -118,7 +127,7 @@ def _improve(
     loads: Sequence[float],
     largest_size: float | None,
 ) -> list[int]:
-    """Moves and swaps from the busiest rank to less busy ones, each of which makes the busier of the two less busy."""
+    """Trades between the busiest rank and less busy ones, each of which makes the busier of the two less busy."""
     held: list[defaultdict[Job, list[int]]] = [defaultdict(list) for _ in sizes]
     size, load = _totals(sizes, [job.size for job in jobs], owners), list(loads)
     for index, owner in enumerate(owners):
@@ -130,37 +139,40 @@ def _improve(
         busiest = ranking[-1][2]
         if load[busiest] <= enough or comparisons > _MOST_COMPARISONS:
             break
-        others = [rank for _, _, rank in ranking[:_NUM_PARTNERS]]
+        others = [rank for _, _, rank in ranking[:_NUM_PARTNERS] if rank != busiest]
         best = None
-        for other in others:
-            if other == busiest:
-                continue
-            for given in held[busiest]:
-                comparisons += 1 + len(held[other])
-                for taken in (None, *held[other]):
-                    cost = given.cost - (taken.cost if taken else 0.0)
-                    numel = given.size - (taken.size if taken else 0)
-                    after = max(load[busiest] - cost, load[other] + cost)
-                    # A relative margin: rounding must not make two equal ranks trade for ever.
-                    if after >= load[busiest] * (1 - 1e-9):
-                        continue
-                    if largest_size is not None and (
-                        size[other] + numel > largest_size or size[busiest] - numel > largest_size
-                    ):
-                        continue
-                    largest = max(size[busiest] - numel, size[other] + numel)
-                    if best is None or (after, largest) < best[:2]:
-                        best = (after, largest, other, given, taken, cost, numel)
+        # One job for one or none; where no such trade helps, up to two for two.
+        for most_jobs in (1, 2):
+            for other in others:
+                taken_choices = [_Bundle(0, 0.0, ()), *_bundles(held[other], most_jobs)]
+                given_choices = _bundles(held[busiest], most_jobs)
+                comparisons += len(taken_choices) * len(given_choices)
+                if comparisons > _MOST_COMPARISONS:
+                    break
+                for given in given_choices:
+                    for taken in taken_choices:
+                        cost = given.cost - taken.cost
+                        after = max(load[busiest] - cost, load[other] + cost)
+                        # A relative margin: rounding must not make two equal ranks trade for ever.
+                        if after >= load[busiest] * (1 - 1e-9):
+                            continue
+                        larger = max(size[busiest] - given.size + taken.size, size[other] + given.size - taken.size)
+                        if largest_size is not None and larger > largest_size:
+                            continue
+                        if best is None or (after, larger) < best[:2]:
+                            best = (after, larger, other, given, taken)
+            if best is not None:
+                break
         if best is None:
             break
-        _, _, other, given, taken, cost, numel = best
-        _hand_over(held, given, busiest, other)
-        if taken is not None:
-            _hand_over(held, taken, other, busiest)
+        _, _, other, given, taken = best
+        for giver, taker, bundle in ((busiest, other, given), (other, busiest, taken)):
+            for job in bundle.jobs:
+                _hand_over(held, job, giver, taker)
         for rank, sign in ((busiest, -1), (other, 1)):
             del ranking[bisect_left(ranking, (load[rank], size[rank], rank))]
-            load[rank] += sign * cost
-            size[rank] += sign * numel
+            load[rank] += sign * (given.cost - taken.cost)
+            size[rank] += sign * (given.size - taken.size)
             insort(ranking, (load[rank], size[rank], rank))
     result = [0] * len(jobs)
     for rank, kinds in enumerate(held):
@@ -168,6 +180,16 @@ def _improve(
             for index in indices:
                 result[index] = rank
     return result
+
+
+def _bundles(held: dict[Job, list[int]], most_jobs: int) -> list[_Bundle]:
+    bundles = [_Bundle(job.size, job.cost, (job,)) for job in held]
+    if most_jobs == 2:
+        kinds = list(held)
+        for position, job in enumerate(kinds):
+            for other in kinds[position + (len(held[job]) == 1) :]:
+                bundles.append(_Bundle(job.size + other.size, job.cost + other.cost, (job, other)))
+    return bundles
 
 
 def _hand_over(held: list[defaultdict[Job, list[int]]], job: Job, giver: int, taker: int) -> None:

@@ -18,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from vescale_optim.sharding.balance import Job, assign_jobs, smallest_size
-from vescale_optim.sharding.fill import fill_shards
-from vescale_optim.sharding.packing import Item, as_runs, smallest_shard, starts_in_order
-from vescale_optim.sharding.partition import Part, Partitioner
+from vescale_optim.sharding.planning.balance import Job, assign_jobs, smallest_size
+from vescale_optim.sharding.planning.fill import fill_shards
+from vescale_optim.sharding.planning.packing import Item, starts_in_order
+from vescale_optim.sharding.planning.partition import best_parts
+from vescale_optim.sharding.planning.parts import Part
 
 # A further segment is worth this many elements of padding: the latency of one more collective in the group.
 _SEGMENT_NUMEL = 1 << 16
@@ -62,12 +63,12 @@ def even_drafts(
         for drafts in _by_jobs(items, costs, num_ranks, align, loads, tolerance, jobs_may_be_cut=jobs_may_be_cut):
             if drafts not in ways:
                 ways.append(drafts)
-    paddings = [sum(sum(draft.shards) for draft in drafts) / total - 1 for drafts in ways]
-    allowed = max(min(paddings), tolerance)
+    numels = [sum(sum(draft.shards) for draft in drafts) for drafts in ways]
+    allowed = max(min(numels), int(total * (1 + tolerance)))
     close = [
-        (_busiest(drafts, items, costs, loads), padding, len(drafts), index)
-        for index, (drafts, padding) in enumerate(zip(ways, paddings, strict=True))
-        if padding <= allowed
+        (_busiest(drafts, items, costs, loads), numel + _SEGMENT_NUMEL * len(drafts), index)
+        for index, (drafts, numel) in enumerate(zip(ways, numels, strict=True))
+        if numel <= allowed
     ]
     least = min(close)[0]
     # Within a thousandth of the best balance, less padding is worth more.
@@ -130,22 +131,19 @@ def _least_padding(items: Mapping[int, Item], chosen: Sequence[int], num_ranks: 
     """Segments for the chosen tensors, by their blocks alone."""
     if not chosen:
         return []
-    partitioner = Partitioner(
-        [items[index] for index in chosen],
+    parts = best_parts(
+        tuple(items[index] for index in chosen),
         num_ranks,
         align,
         max_segments=_MOST_SEGMENTS,
         segment_numel=_SEGMENT_NUMEL,
     )
-    parts = partitioner.best()
     waiting: dict[Item, deque[int]] = defaultdict(deque)
     for index in chosen:
         waiting[items[index]].append(index)
     drafts = []
     for part in parts:
-        taken = sorted(
-            waiting[kind].popleft() for kind, count in zip(partitioner.kinds, part.counts, strict=True) for _ in range(count)
-        )
+        taken = sorted(waiting[item].popleft() for item, count in part.order for _ in range(count))
         drafts.append(_placed(taken, part, items, num_ranks))
     return sorted(drafts, key=lambda draft: min(draft.tensors))
 
@@ -190,7 +188,7 @@ def _by_jobs(
             (lumps if is_job else fillers).append(index)
     drafts: list[Draft] = []
     for members in _equal_density(streams, items, costs):
-        drafts += _one_segment(members, items, num_ranks, align)
+        drafts += _least_padding(items, members, num_ranks, align)
     load = [a + b for a, b in zip(loads, _rank_costs(drafts, items, costs, num_ranks), strict=True)]
     if not jobs and not lumps:
         return [drafts + _least_padding(items, fillers, num_ranks, align)]
@@ -201,7 +199,7 @@ def _by_jobs(
     for index, owner in zip(lumps, lump_owners, strict=True):
         sizes[owner] += items[index].size
     job_list = [Job(items[index].size, costs[index]) for index in jobs]
-    tightest = smallest_size(job_list, sizes)
+    tightest = 0 if _is_many(items) else smallest_size(job_list, sizes)
     placed_numel = sum(sizes) + sum(items[index].size for index in jobs)
     spent = sum(sum(draft.shards) - sum(items[index].size for index in draft.tensors) for draft in drafts)
     allowance = max(int(tolerance * total) - spent, 0)
@@ -223,7 +221,7 @@ def _by_jobs(
 
 
 def _equal_density(members: Sequence[int], items: Mapping[int, Item], costs: Mapping[int, float]) -> list[list[int]]:
-    """Tensors that cost the same per element and are cut alike belong together; only the costliest groups stay apart."""
+    """Tensors that cost the same per element and are cut alike; all but the costliest groups are put together."""
     groups: dict[tuple[float, int], list[int]] = {}
     for index in members:
         density = float(f"{costs[index] / items[index].size:.3g}")
@@ -231,15 +229,6 @@ def _equal_density(members: Sequence[int], items: Mapping[int, Item], costs: Map
     ordered = sorted(groups.values(), key=lambda group: (-sum(costs[index] for index in group), group[0]))
     rest = sorted(index for group in ordered[_MOST_SEGMENTS - 2 :] for index in group)
     return ordered[: _MOST_SEGMENTS - 2] + ([rest] if rest else [])
-
-
-def _one_segment(members: Sequence[int], items: Mapping[int, Item], num_ranks: int, align: int) -> list[Draft]:
-    order = [items[index] for index in members]
-    shard = smallest_shard(as_runs(order), num_ranks, align)
-    assert shard is not None
-    starts = starts_in_order(order, shard, shard * num_ranks)
-    assert starts is not None
-    return [Draft(tuple(members), tuple(starts), (shard,) * num_ranks)]
 
 
 def _owners(
@@ -272,9 +261,7 @@ def _by_rank(members: Sequence[int], owners: Sequence[int], num_ranks: int) -> l
     return [sorted(indices) for indices in held]
 
 
-def _stacked_by_rank(
-    members: Sequence[int], owners: Sequence[int], items: Mapping[int, Item], num_ranks: int
-) -> Draft:
+def _stacked_by_rank(members: Sequence[int], owners: Sequence[int], items: Mapping[int, Item], num_ranks: int) -> Draft:
     held = _by_rank(members, owners, num_ranks)
     tensors = [index for indices in held for index in indices]
     starts = list(accumulate((items[index].size for index in tensors), initial=0))[:-1]
@@ -300,7 +287,9 @@ def _stream(
         cuts.append(cursor)
     cuts[-1] = ends[-1]
     shards = tuple(end - start for start, end in zip([0, *cuts[:-1]], cuts, strict=True))
-    return Draft(tuple(members), tuple(end - items[index].size for index, end in zip(members, ends, strict=True)), shards)
+    return Draft(
+        tuple(members), tuple(end - items[index].size for index, end in zip(members, ends, strict=True)), shards
+    )
 
 
 def _level(loads: Sequence[float], amount: float) -> list[float]:

@@ -1,8 +1,9 @@
-"""Segment partitions: which tensors share a segment, the smallest sum of shard sizes first. Used by `partition`, `bounds`.
+"""Segment partitions: which tensors share a segment, the smallest sum of shard sizes first.
 
 For few tensors, by branch and bound. The S of a segment is at least the elements it holds by the ranks, at least every
-unit it holds, and a multiple of the block of every *long* tensor in it: one that is cut so often that no other S will do.
-Whether the tensors then also fit is for the caller to see; long tensors always do, and without a gap.
+unit it holds, and a multiple of the block of every *long* tensor in it: one cut so often that no other S will do.
+Whether the tensors then also fit is for the caller to see; long tensors always do, and without a gap. Used by
+`partition` to find segments, by `bounds` to prove that none are better.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from math import lcm
 
-from vescale_optim.sharding.packing import Item, round_up
+from vescale_optim.sharding.planning.packing import Item, round_up
 
 
 @dataclass(frozen=True, order=True)

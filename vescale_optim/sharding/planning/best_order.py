@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vescale_optim.sharding.packing import Item, Run, as_runs, earliest_start
+from vescale_optim.sharding.planning.packing import Item, Run, as_runs, earliest_start
 
 
-def num_orders_states(kinds: Sequence[Run]) -> int:
+def num_order_states(kinds: Sequence[Run]) -> int:
     """States of the dynamic program for so many items of each kind."""
     states = 1
     for _, count in kinds:

@@ -20,8 +20,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import gcd, lcm
 
-from vescale_optim.sharding.packing import Item, Run, as_runs, round_up
-from vescale_optim.sharding.segment_partitions import least_partitions
+from vescale_optim.sharding.planning.packing import Item, Run, as_runs, round_up
+from vescale_optim.sharding.planning.segment_partitions import least_partitions
 
 
 def smallest_local_numel(items: Sequence[Item], num_ranks: int, align: int, *, known: int) -> int:
@@ -34,8 +34,8 @@ def smallest_local_numel(items: Sequence[Item], num_ranks: int, align: int, *, k
         return 0
     bound = scheduling_bound(as_runs(items), num_ranks, align)
     by_size = sorted(items, key=lambda item: (-item.size, -item.cut, item.cuts))
-    # While L is at most half of a tensor, S respects its block and those of all longer ones: the more tensors, the larger
-    # the bound, but the smaller the L up to which it holds. Sought is the last `half` up to which it reaches.
+    # While L is at most half of a tensor, S respects its block and those of all longer ones: the more tensors, the
+    # larger the bound, but the smaller the L up to which it holds. Sought is the last `half` up to which it reaches.
     halves = sorted({item.size // 2 for item in by_size if item.cut and item.size // 2 >= bound})
     first, last = 0, len(halves)
     while first < last and bound < known:
@@ -52,7 +52,7 @@ def smallest_local_numel(items: Sequence[Item], num_ranks: int, align: int, *, k
 def _contiguity_bound(
     by_size: Sequence[Item], num_ranks: int, align: int, long_from: int, bound: int, enough: int
 ) -> int:
-    """The least sum of shard sizes if tensors of `long_from` elements are all cut often; `enough` where it is not less."""
+    """The least sum of shard sizes, up to `enough`, if tensors of `long_from` elements or more are all cut often."""
     partitions, is_complete = least_partitions(
         by_size[:_MOST_TENSORS], num_ranks, align, long_from=long_from, below=enough, enough=bound
     )
@@ -175,7 +175,9 @@ def _class_bound(classes: dict[int, int], num_ranks: int, bound: int, enough: in
     search(0, 0, [0] * len(sets))
     if tries <= _MOST_TRIES:
         return best
-    return _class_bound({block: classes[block] for block in blocks[:-1]}, num_ranks, bound, enough) if size > 1 else bound
+    return (
+        _class_bound({block: classes[block] for block in blocks[:-1]}, num_ranks, bound, enough) if size > 1 else bound
+    )
 
 
 # Limits of the search for a bound; beyond them the bound is lower, never wrong.
