@@ -128,8 +128,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """One ordinary group per algorithm, each with its own hyperparameters; what the group itself says wins."""
-        if not self._others:
-            return [group]
+        if not self._others or isinstance(group["params"], set):
+            return [group]  # torch refuses sets: their order differs between runs
         algorithm = group.get("algorithm")
         if algorithm is not None and algorithm != self._algorithm and algorithm not in self._others:
             names = ", ".join(map(repr, (self._algorithm, *self._others)))
