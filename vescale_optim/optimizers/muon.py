@@ -34,8 +34,8 @@ from vescale_optim.optimizers.routing import muon_param_groups, warn_about_vocab
 from vescale_optim.optimizers.rule import Group, Shards, StateSpec, Units
 from vescale_optim.sharding.blocks import Blocks
 
-# A batch of small matrices saves kernel launches; large ones gain nothing, and their batch would double the memory.
-BATCH_NUMEL = 1 << 20
+# A batch of small matrices saves kernel launches; large ones gain nothing, and on CPU their batch leaves the cache.
+BATCH_NUMEL = 1 << 17
 
 
 class ShardedMuon(ShardedOptimizer):

@@ -48,9 +48,8 @@ def orthogonalize(
     x = torch.empty(len(matrices), rows, columns, dtype=dtype, device=matrices[0].device)
     torch._foreach_copy_(list(x), list(matrices))
     scale_by_power_of_two_(x)
-    x = x.mT if is_tall else x
     norm = torch.linalg.vector_norm(rearrange(x, "b r c -> b (r c)"), dim=1).clamp(min=eps)
-    x = x / rearrange(norm, "b -> b 1 1")
+    x = (x.mT if is_tall else x) / rearrange(norm, "b -> b 1 1")
     for a, b, c in schedule_of(coefficients, steps):
         gram = product(x, x.mT)
         update = add_product(gram, gram, gram, beta=b, alpha=c)

@@ -36,11 +36,20 @@ class Agreement:
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Elementwise maximum over the ranks; every rank must give as many values."""
+        return self.start_maximum(values)()
+
+    def start_maximum(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """The same without waiting: call the result to wait for it. Other ranks can go on meanwhile."""
         if self.size == 1:
-            return list(values)
+            return lambda: list(values)
         message = torch.tensor(values, dtype=torch.int64)
-        all_reduce(message, self.group, ReduceOp.MAX)
-        return message.tolist()
+        handle = all_reduce(message, self.group, ReduceOp.MAX, async_op=True)
+
+        def wait() -> list[int]:
+            handle.wait()
+            return message.tolist()
+
+        return wait
 
     def is_same(self, value: object) -> bool:
         """Whether every rank gave the same value (by `repr`)."""

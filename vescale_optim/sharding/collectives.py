@@ -113,8 +113,9 @@ def reduce_scatter_mean(
 ) -> Pending:
     """Mean over the ranks of this rank's shard of `buffer`, into `out` (added to it where `add`).
 
-    The sum runs in fp32 (fp64 for fp64) in rank order, then one division, one cast; on NCCL an fp32 buffer of equal shards is summed in
-    NCCL's order instead. `buffer` must not be touched before `wait()`; afterwards its own shard holds scratch values.
+    The sum runs in fp32 (fp64 for fp64) in rank order, then one division, one cast; on NCCL an fp32 buffer of equal
+    shards is summed in NCCL's order instead. `buffer` must not be touched before `wait()`; afterwards its own shard holds
+    scratch values.
     On gloo, calls of different `tag` on one group may be launched in any order. Received copies lie in buffers of `pool`.
     """
     rank, size = group.rank(), group.size()

@@ -26,6 +26,7 @@ class GradientBucket:
         in_flight: global buffer that a reduce-scatter is reading, with its handles in `pending`.
         is_launched: the bucket took part in the round of this flush-to-flush stretch.
         holds_sum: `shards` holds gradients to add to; else the next reduction overwrites them.
+        adds: the reduction under way adds to them.
         written: `full` holds a gradient of the parameter.
         fired: its gradient finished in this backward.
         seen: it ever had a gradient, on any rank; None before the first one. Only those are waited for.
@@ -43,6 +44,7 @@ class GradientBucket:
     pending: list[Pending] = field(default_factory=list)
     is_launched: bool = False
     holds_sum: bool = False
+    adds: bool = False
     seen: list[bool] | None = None
     written: list[bool] = field(init=False)
     fired: list[bool] = field(init=False)

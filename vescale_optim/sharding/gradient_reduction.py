@@ -223,7 +223,8 @@ class GradientReduction:
         for start, end in plan.gaps():
             full[start:end].zero_()
         bucket.in_flight = full
-        bucket.pending = bucket.shards.reduce_scatter_mean(full, self._pool, add=bucket.holds_sum)
+        bucket.adds = bucket.holds_sum
+        bucket.pending = bucket.shards.reduce_scatter_mean(full, self._pool, add=bucket.adds)
         bucket.holds_sum = True
 
     def _close_round(self) -> None:
@@ -310,7 +311,14 @@ class GradientReduction:
         present = [flag for bucket in self.buckets for flag in bucket.present]
         # A reader has no facts; padding keeps the messages of readers and steppers equally long.
         facts = list(facts) or [0] * NUM_STEP_FACTS
-        agreed = iter(self._agreement.maximum([int(value) for value in (*mine, *present, *facts)]))
+        wait = self._agreement.start_maximum([int(value) for value in (*mine, *present, *facts)])
+        if mine.keeps_round and not mine.has_unsent:
+            # Peers get this rank's message whether it waits or not, so its own round can be completed meanwhile. If a
+            # peer dropped the round, a result that nothing was added to is simply overwritten.
+            for bucket in self.buckets:
+                if not bucket.adds:
+                    self._collect(bucket)
+        agreed = iter(wait())
         outlook = Outlook(*islice(agreed, len(mine)))
         self._complete(outlook)
         present = iter(list(islice(agreed, len(present))))
