@@ -10,7 +10,9 @@ lines.
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -32,7 +34,7 @@ from vescale_optim.optimizers.groups import (
     require,
 )
 from vescale_optim.optimizers.rule import Group, Rule, Shards, StateSpec, Units
-from vescale_optim.sharding.agreement import fingerprint
+from vescale_optim.sharding.agreement import Agreement, fingerprint
 from vescale_optim.sharding.parameters import ManagedParameter
 from vescale_optim.sharding.ragged import RaggedTensor
 from vescale_optim.sharding.storage import ReplicatedStorage
@@ -42,6 +44,9 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[
 
 # Flags of torch's optimizers that groups and checkpoints may carry, and that would change the result.
 UNSUPPORTED = ("amsgrad", "capturable", "differentiable", "maximize")
+
+
+_LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 class ShardedOptimizer(Rule, torch.optim.Optimizer):
@@ -86,9 +91,12 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         require(grad_sync in ("reduce_scatter", "none"), "grad_sync", grad_sync, '"reduce_scatter" or "none"')
         if bucket_mib is None:
             bucket_mib = max(16, 0.25 * mesh.size())
-        require(bucket_mib > 0, "bucket_mib", bucket_mib, "None or > 0")
-        for name, dtype in (("master_dtype", master_dtype), ("grad_dtype", grad_dtype)):
-            require(dtype is None or dtype.is_floating_point, name, dtype, "None or a floating dtype")
+        require(0 < bucket_mib < math.inf, "bucket_mib", bucket_mib, "None or a number > 0")
+        require(master_dtype in (None, torch.float32, torch.float64), "master_dtype", master_dtype, "None or torch.float32")
+        floats = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        require(grad_dtype in floats, "grad_dtype", grad_dtype, "None or a floating dtype of 16 bits or more")
+        if isinstance(params, set):
+            raise TypeError("params is a set, whose order differs between ranks; give a list")
         self._algorithm = algorithm
         self._others = dict(others or {})
         self._options = dict(
@@ -104,7 +112,12 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         groups = self.module_groups(params) if isinstance(params, nn.Module) else params
         if algorithm is not None:
             defaults = {"algorithm": algorithm, **defaults}
-        super().__init__(groups, defaults)
+        try:
+            super().__init__(groups, defaults)
+        except (TypeError, ValueError) as error:
+            # The other ranks may find nothing wrong and wait: tell them.
+            Agreement(mesh.get_group()).require_same([f"{type(error).__name__}: {error}"], explain_difference)
+            raise
         self._manage_new_parameters()
 
     # -- groups ------------------------------------------------------------------------------------------------------
@@ -121,10 +134,15 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; parameters are planned at the next step, on all ranks. A mixed group becomes two groups."""
-        for group in self._split_group(dict(param_group)):
-            super().add_param_group(group)
-            self._check_added(self.param_groups[-1])
+        """Add a group; its parameters join at the next `zero_grad` or `step`, on all ranks. A mixed group becomes two."""
+        before = len(self.param_groups)
+        try:
+            for group in self._split_group(dict(param_group)):
+                super().add_param_group(group)
+                self._check_added(self.param_groups[-1])
+        except Exception:
+            del self.param_groups[before:]
+            raise
 
     def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """One ordinary group per algorithm, each with its own hyperparameters; what the group itself says wins."""
@@ -158,15 +176,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         return result
 
     def _check_added(self, group: Group) -> None:
-        for name, value in group.items():
-            if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
-                raise ValueError(
-                    f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}; give a number or a CPU tensor "
-                    "of one element (reading it from a device would stop the host in every step)"
-                )
-        for name in UNSUPPORTED:
-            require(not group.get(name), name, group.get(name), "False: sharded optimizers do not have it")
-        self.check_group(group)
+        self._check_hyperparameters(group)
         for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
             check_logical(name, param)
             if param.requires_grad:
@@ -174,6 +184,17 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                     self.rule_of(group).blocks(param.shape, group)
                 except ValueError as error:
                     raise ValueError(f"parameter '{name}': {error}") from None
+
+    def _check_hyperparameters(self, group: Group) -> None:
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and (lr.numel() != 1 or lr.device.type != "cpu"):
+            raise ValueError(
+                f"lr is a tensor of shape {tuple(lr.shape)} on {lr.device}; give a number or a CPU tensor of one element "
+                "(reading it from a device would stop the host in every step)"
+            )
+        for name in UNSUPPORTED:
+            require(not group.get(name), name, group.get(name), "False: sharded optimizers do not have it")
+        self.check_group(group)
 
     def rule_of(self, group: Group) -> Rule:
         """The rule that updates a group: this optimizer, or one of its others."""
@@ -188,7 +209,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             self._storage = ReplicatedStorage(self._mesh, **self._options)
             self._index_of: dict[Tensor, int] = {}
         storage = self._storage
-        new = [(name, param, group) for name, param, group in self._trainable() if param not in self._index_of]
+        new = self._unmanaged()
         storage.agreement.require_same(
             [repr(self._options)] + [record_of(name, param, group) for name, param, group in new], explain_difference
         )
@@ -219,10 +240,17 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 tensors = self._storage.allocate_per_unit(numels, dtype, fill)
             for index, tensor in tensors.items():
                 made[index][name] = tensor
+        for index, tensor in self._storage.masters([index for index, _, _ in new]).items():
+            made[index]["master"] = tensor
         for index, param, _ in new:
             earlier = self.state.get(param, {})
-            self.state[param] = {"step": torch.zeros(()), **made[index]}
+            self.state[param] = {"step": torch.zeros((), device="cpu"), **made[index]}
             self._copy_state(param, earlier)
+
+    def _unmanaged(self) -> list[tuple[str, Tensor, Group]]:
+        """Parameters that require gradients and that the storage does not look after yet, each once."""
+        new = {id(entry[1]): entry for entry in self._trainable() if entry[1] not in self._index_of}
+        return list(new.values())
 
     def _trainable(self) -> Iterable[tuple[str, Tensor, Group]]:
         """(name, parameter, group) of all parameters that require gradients, in the order of groups."""
@@ -246,10 +274,16 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._storage is None:
+            if any(param.grad is not None for _, param, _ in self._trainable()):
+                warnings.warn(
+                    "this optimizer is a copy that had not planned yet, so gradients were local until now: step() averages "
+                    "them, but clipping before it saw one rank's own; call zero_grad() once after copying",
+                    stacklevel=3,
+                )
             self._manage_new_parameters()
         self._storage.arrive()
         self._synchronize()
-        if any(param not in self._index_of for _, param, _ in self._trainable()):
+        if self._unmanaged():
             self._manage_new_parameters()
             self._synchronize()
         if not self._skips_step():
@@ -263,7 +297,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 "backward alone"
             )
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
-        names = [name for name, param, _ in self._trainable() if param not in self._index_of]
+        names = [name for name, _, _ in self._unmanaged()]
         marks = fingerprint(hyperparameters), fingerprint(names)
         agreed = self._storage.synchronize([marks[0], -marks[0], marks[1], -marks[1]], None)
         if agreed[0] != -agreed[1]:
@@ -297,6 +331,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _update(self) -> None:
         storage = self._storage
+        storage.refresh_masters()
         group_of = {self._index_of[param]: number for number, group in enumerate(self.param_groups)
                     for param in group["params"] if param in self._index_of}
         for bucket, members in enumerate(storage.bucket_members()):
@@ -359,15 +394,21 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients. With grad_sync="reduce_scatter" `.grad` stays a sharded zero until the next flush, so that
-        a rank whose next backward touches no parameter still takes part in clipping; the step skips such parameters."""
-        if self._storage is None or self._storage.reduction is None:
+        a rank whose next backward touches no parameter still takes part in clipping; the step skips such parameters.
+
+        Parameters that were unfrozen or added join here; all ranks must call it then.
+        """
+        if self._storage is None:
+            self._manage_new_parameters()
+        if self._storage.reduction is None:
             super().zero_grad(set_to_none)
             return
+        new = self._unmanaged()
+        for _, param, _ in new:
+            param.grad = None
+        if new:
+            self._manage_new_parameters()
         self._storage.reduction.clear(set_to_none=set_to_none)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param not in self._index_of:
-                    param.grad = None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside add up locally; the first backward outside, or `step()`, sends the sum."""
@@ -388,25 +429,48 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         """
         if self._storage is None:
             self._manage_new_parameters()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         mine = [
             (name, param)
             for number, group in enumerate(self.param_groups)
             for name, param in zip(names_of(group, number), group["params"], strict=True)
         ]
-        if len(saved) == len(mine):
+        if len(saved) == len(mine) and len(state_dict["param_groups"]) == len(self.param_groups):
             for key, (name, param) in zip(saved, mine, strict=True):
                 self._check_state(name, param, state_dict["state"].get(key, {}))
-        state, groups = self.state, self.param_groups
-        # torch casts floating state to the parameter's dtype and makes new tensors: only groups go through it.
-        super().load_state_dict({**state_dict, "state": {}})
-        self.state = state
-        for loaded, before in zip(self.param_groups, groups, strict=True):
             # A single-device optimizer's groups say less than ours.
-            for name, value in before.items():
-                loaded.setdefault(name, value)
+            merged = [{**old, **new} for old, new in zip(self.param_groups, state_dict["param_groups"], strict=True)]
+            for group in merged:
+                self._check_hyperparameters(group)
+            state_dict = {**state_dict, "param_groups": merged}
+        self._load_groups(state_dict)
         for key, (_, param) in zip(saved, mine, strict=True):
+            self._reset_state(param)
             self._copy_state(param, state_dict["state"].get(key, {}))
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_groups(self, state_dict: dict[str, Any]) -> None:
+        """Load the groups alone: torch casts floating state to the parameter's dtype and makes new tensors."""
+        kept = {name: self.__dict__[name] for name in ("state", *_LOAD_HOOKS)}
+        self.__dict__.update({name: OrderedDict() for name in _LOAD_HOOKS})
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+        finally:
+            self.__dict__.update(kept)
+
+    def _reset_state(self, param: Tensor) -> None:
+        """State as it was at construction: what a checkpoint lacks starts anew."""
+        index = self._index_of.get(param)
+        if index is None:
+            return
+        self.state[param]["step"].zero_()
+        for group in self.param_groups:
+            if any(param is member for member in group["params"]):
+                for spec in self.rule_of(group).state_spec(param.shape, group):
+                    self.state[param][spec.name]._local_tensor.fill_(spec.fill)
 
     def _check_state(self, name: str, param: Tensor, loaded: Mapping[str, Any]) -> None:
         for key, value in self.state.get(param, {}).items():

@@ -59,11 +59,6 @@ def state_bytes_per_rank(storage: ReplicatedStorage, state: Mapping[Tensor, Mapp
             if isinstance(value, DTensor):
                 for rank, numel in enumerate(value.placements[0].numels(value.shape)):
                     totals[rank] += numel * value.element_size()
-    for bucket in storage.buckets:
-        if bucket.master is not None:
-            for slot in range(len(bucket.members)):
-                for rank, numel in enumerate(bucket.plan.shares(slot)):
-                    totals[rank] += numel * bucket.master.dtype.itemsize
     return totals
 
 

@@ -37,6 +37,8 @@ from vescale_optim.sharding.blocks import Blocks
 # A batch of small matrices saves kernel launches; large ones gain nothing, and on CPU their batch leaves the cache.
 BATCH_NUMEL = 1 << 17
 
+NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
 
 class ShardedMuon(ShardedOptimizer):
     """Muon for matrices and AdamW for the rest, sharded over `mesh`; equals `torch.optim.Muon` / `AdamW(fused=True)`.
@@ -72,7 +74,7 @@ class ShardedMuon(ShardedOptimizer):
         ns_steps: int = 5,
         eps: float = 1e-7,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16",
         adamw_lr: float | Tensor = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
@@ -121,8 +123,8 @@ class ShardedMuon(ShardedOptimizer):
             group["adjust_lr_fn"],
             'None, "original" or "match_rms_adamw"',
         )
-        wide_range = (torch.bfloat16, torch.float32, torch.float64)
-        require(group["ns_dtype"] in wide_range, "ns_dtype", group["ns_dtype"], "torch.bfloat16, float32 or float64")
+        # A name, not a torch.dtype: groups travel through checkpoints that take plain values only.
+        require(group["ns_dtype"] in NS_DTYPES, "ns_dtype", group["ns_dtype"], " or ".join(map(repr, NS_DTYPES)))
         schedule_of(group["ns_coefficients"], group["ns_steps"])
 
     def is_fallback(self, shape: Sequence[int], group: Group) -> bool:
@@ -152,7 +154,7 @@ class ShardedMuon(ShardedOptimizer):
         return list(torch._foreach_lerp(shards.grads, buffers, momentum)) if group["nesterov"] else buffers
 
     def compute(self, units: list[Units], group: Group) -> list[Tensor]:
-        directions = [torch.empty_like(entry.values, dtype=group["ns_dtype"]) for entry in units]
+        directions = [torch.empty_like(entry.values, dtype=NS_DTYPES[group["ns_dtype"]]) for entry in units]
         sources: dict[tuple[int, int], list[Tensor]] = {}
         targets: dict[tuple[int, int], list[Tensor]] = {}
         for entry, direction in zip(units, directions, strict=True):
@@ -169,7 +171,7 @@ class ShardedMuon(ShardedOptimizer):
                     coefficients=group["ns_coefficients"],
                     steps=group["ns_steps"],
                     eps=group["eps"],
-                    dtype=group["ns_dtype"],
+                    dtype=NS_DTYPES[group["ns_dtype"]],
                 )
                 for result, target in zip(results, targets[rows, columns][start : start + size], strict=True):
                     target.copy_(result)
@@ -192,23 +194,36 @@ def add_direction_(param: Tensor, direction: Tensor, alpha: float, shape: tuple[
     On CPU (torch 2.13) adding to a bf16 matrix rounds alpha and the sum; adding a *transposed* matrix, which is what
     torch's orthogonalisation returns for more rows than columns, rounds the product too.
     """
-    is_transposed = shape[0] > shape[1] > 1
-    if is_transposed and param.device.type == "cpu" and param.dtype.itemsize == 2:
-        param.add_(direction.to(param.dtype) * torch.tensor(alpha, dtype=param.dtype))
-    else:
+    if param.device.type != "cpu" or param.dtype != torch.bfloat16:
         param.add_(direction, alpha=alpha)
+        return
+    target = param.contiguous()
+    if shape[0] > shape[1] > 1:
+        target.add_(direction.contiguous().to(target.dtype) * torch.tensor(alpha, dtype=target.dtype, device="cpu"))
+    else:
+        target.add_(direction.contiguous(), alpha=alpha)
+    if target is not param:
+        param.copy_(target)
 
 
 def split_by_step(
     param: Tensor, direction: Tensor, blocks: Blocks, start: int, adjust_lr_fn: str | None
 ) -> list[tuple[tuple[int, int], Tensor, Tensor]]:
-    """Parts of a shard of whole units whose matrices step alike, with a shape among them: mostly the whole shard."""
+    """Parts of a shard of whole units whose matrices step alike, with their shape: mostly the whole shard."""
+    # A bf16 kernel on CPU rounds the last elements of a tensor otherwise than its vectors: there, matrix by matrix.
+    is_whole = param.device.type != "cpu" or param.dtype != torch.bfloat16 or blocks.num_units == 1
     shape = common_shape(blocks, adjust_lr_fn)
-    if shape is not None or param.numel() == 0:
-        return [(shape or (1, 1), param, direction)]
+    if param.numel() == 0:
+        return []
+    if shape is not None and is_whole:
+        return [(shape, param, direction)]
     first, last = blocks.unit_at(start), blocks.unit_at(start + param.numel() - 1)
     pieces = (blocks.pieces(flat, first, last - first + 1) for flat in (param, direction))
-    return [((p.size(-2), p.size(-1)), p, d) for p, d in zip(*pieces, strict=True)]
+    return [
+        ((p.size(-2), p.size(-1)), p, d)
+        for stacks in zip(*pieces, strict=True)
+        for p, d in zip(*(stack.unbind(0) for stack in stacks), strict=True)
+    ]
 
 
 @cache

@@ -42,7 +42,7 @@ class Agreement:
         """The same without waiting: call the result to wait for it. Other ranks can go on meanwhile."""
         if self.size == 1:
             return lambda: list(values)
-        message = torch.tensor(values, dtype=torch.int64)
+        message = torch.tensor(values, dtype=torch.int64, device="cpu")
         handle = all_reduce(message, self.group, ReduceOp.MAX, async_op=True)
 
         def wait() -> list[int]:

@@ -238,9 +238,24 @@ def gather_objects(value: object, group: ProcessGroup) -> list[Any]:
 
 
 def new_group_like(group: ProcessGroup, *, backend: str | None = None) -> ProcessGroup:
-    """A further group over the ranks of `group`; only those ranks need to call."""
+    """A further group over the ranks of `group`; only those ranks need to call.
+
+    torch (2.13) names such a group by how many groups the process has made so far, so ranks that are members of different
+    numbers of groups (pipelines, experts, a logging group) would wait for each other under different names: the counts
+    are brought to the same number while the group is made.
+    """
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    names = dist.distributed_c10d._world.pg_names
+    device = "cpu" if "gloo" in dist.get_backend(group) else torch.cuda.current_device()
+    most = torch.tensor(len(names), device=device)
+    dist.all_reduce(most, ReduceOp.MAX, group=group)
+    stand_ins = [object() for _ in range(int(most) - len(names))]
+    names.update({stand_in: "" for stand_in in stand_ins})
+    try:
+        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    finally:
+        for stand_in in stand_ins:
+            del names[stand_in]
 
 
 _control_groups: dict[str, ProcessGroup] = {}

@@ -20,7 +20,6 @@ rest, who has gradients, whether a backward failed. Ranks whose backward touched
 from __future__ import annotations
 
 import enum
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.buffer_pool import BufferPool
@@ -82,9 +82,11 @@ class GradientReduction:
     def __init__(self, agreement: Agreement, find_fault: Callable[..., str | None]) -> None:
         self.buckets: list[GradientBucket] = []
         self._agreement = agreement
-        self._find_fault = find_fault
+        # Weak: hooks must not keep the optimizer that owns them alive.
+        self._find_fault = weakref.WeakMethod(find_fault)
         self._pool = BufferPool()
-        self._task: int | None = None
+        self._tasks: list[int] = []
+        self._is_retired = False
         self._is_synchronizing = True
         self._is_pending = False
         self._has_failed = False
@@ -103,12 +105,27 @@ class GradientReduction:
         index = len(self.buckets)
         self.buckets.append(bucket)
         for slot, param in enumerate(bucket.params):
-            if param.grad is not None:
-                self._write(bucket, slot, param.grad)
+            earlier = _owners.get(param)
+            if earlier is not None and earlier() is not None:
+                earlier()._retire()
+            _owners[param] = weakref.ref(self)
+            grad, param.grad = param.grad, None
+            param.grad_dtype = bucket.shards.dtype
+            # A sharded gradient belongs to an optimizer before this one.
+            if grad is not None and not isinstance(grad, RaggedTensor):
+                self._write(bucket, slot, grad)
                 self._is_pending = True
-            param.grad = None
             self._hook(param, index, slot)
         self._arm(bucket)
+
+    def _retire(self) -> None:
+        """Another optimizer takes the parameters over: two would take each other's gradients away."""
+        self._is_retired = True
+        _remove_handles(self._handles)
+        for bucket in self.buckets:
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                if param.grad is view:
+                    param.grad = None
 
     def _hook(self, param: nn.Parameter, bucket: int, slot: int) -> None:
         # A pre-hook on the tensor would also fire under torch.autograd.grad. The node must be kept alive: a node that
@@ -131,12 +148,12 @@ class GradientReduction:
     def _before_accumulation(self, index: int, slot: int) -> None:
         """Make room for autograd: a shard is no place to accumulate a whole local gradient into."""
         task = torch._C._current_graph_task_id()
-        if self._task is not None and self._task != task and not _is_nested_backward():
-            self._abandon_backward()
-        if self._task is None:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_end_backward, weakref.ref(self)))
-            self._follow_zero_grad()
+        if task not in self._tasks:
+            if not self._tasks:
+                self._follow_zero_grad()
+            self._tasks.append(task)
+            queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+            queue_callback(partial(_end_backward, weakref.ref(self), task))
         self._is_pending = True
         bucket = self.buckets[index]
         self._take_in_grad(bucket, slot)
@@ -162,11 +179,6 @@ class GradientReduction:
 
     def _write(self, bucket: GradientBucket, slot: int, grad: Tensor) -> None:
         """Add a local gradient to the bucket's global buffer."""
-        if isinstance(grad, RaggedTensor):
-            raise RuntimeError(
-                f"parameter '{bucket.names[slot]}' has a sharded gradient that did not come from this optimizer; "
-                "set .grad = None before constructing another optimizer over the same parameters"
-            )
         plan = bucket.shards.plan
         if bucket.full is None:
             bucket.full = self._take_buffer(bucket)
@@ -179,20 +191,23 @@ class GradientReduction:
         bucket.written[slot] = True
         bucket.present[slot] = True
 
-    def _finish_backward(self) -> None:
-        self._task = None
-        if not self._is_synchronizing:
-            self._reset_fired()
-        elif not _is_nested_backward():
-            # A reentrant checkpoint ends inner backwards while the outer one goes on: then the round stays open, and
-            # the outer end or the flush closes it.
-            self._close_round()
+    def _finish_backward(self, task: int) -> None:
+        """The end of one backward. Reentrant checkpoints run backwards inside others: the outermost one closes the round.
+
+        A backward that raised never ends: its task stays, and the flush or `zero_grad` takes notice.
+        """
+        self._tasks.remove(task)
+        if not self._tasks:
+            if self._is_synchronizing:
+                self._close_round()
+            else:
+                self._reset_fired()
         for bucket in self.buckets:
             self._arm(bucket)
 
     def _abandon_backward(self) -> None:
         """A backward ended with an exception: peers may wait for its buckets, and its gradients are incomplete."""
-        self._task = None
+        self._tasks.clear()
         self._has_failed = True
         self._close_round()
 
@@ -287,6 +302,11 @@ class GradientReduction:
             RuntimeError: on all ranks, where one reports a fault, where a backward failed on one (all gradients are
                 dropped), or where some ranks read gradients while others step.
         """
+        if self._is_retired:
+            raise RuntimeError(
+                "a later optimizer was made over the same parameters and took their gradients over; use that one, or give "
+                "each optimizer parameters of its own"
+            )
         self._is_flushing = True
         try:
             return self._flush(kind, facts, fault)
@@ -294,9 +314,10 @@ class GradientReduction:
             self._is_flushing = False
 
     def _flush(self, kind: FlushKind, facts: Sequence[int], fault: str | None) -> list[int]:
-        if self._task is not None:
+        if self._tasks:
             self._abandon_backward()
-        fault = fault or self._find_fault(checks_hooks=kind == FlushKind.STEP) or self._look_for_fault()
+        find_fault = self._find_fault()
+        fault = fault or find_fault(checks_hooks=kind == FlushKind.STEP) or self._look_for_fault()
         mine = Outlook(
             has_round=self._num_launched > 0,
             keeps_round=self._keeps_round,
@@ -391,6 +412,7 @@ class GradientReduction:
             for bucket in self.buckets:
                 for slot in range(len(bucket.params)):
                     self._take_in_grad(bucket, slot)
+                    self._notice_filled_zeros(bucket, slot)
         except RuntimeError as error:
             return str(error)
         return None
@@ -428,7 +450,10 @@ class GradientReduction:
         if grad is None:
             self._clear_range(bucket, slot)
         elif isinstance(grad, RaggedTensor) and grad.shape == view.shape and grad.placements == view.placements:
-            # p.grad = p.grad * 2 and the like: computing it read the gradient, so nothing is under way.
+            # p.grad = p.grad * 2 and the like. After zero_grad() the shards hold nothing yet.
+            if not bucket.holds_sum and bucket.full is None and not bucket.pending:
+                bucket.shards.zero_()
+                bucket.holds_sum = True
             bucket.shards.shard_view(slot).copy_(grad._local_tensor)
             bucket.present[slot] = True
             bucket.params[slot].grad = view
@@ -439,6 +464,12 @@ class GradientReduction:
                 "neither this rank's contribution nor the mean; let loss.backward() produce it, edit the sharded .grad "
                 "in place, or synchronise gradients yourself and pass grad_sync='none'"
             )
+
+    def _notice_filled_zeros(self, bucket: GradientBucket, slot: int) -> None:
+        """A zero gradient that a reader kept, and that was written to since (p.grad.copy_(...)), is a gradient."""
+        is_zero_view = bucket.is_published[slot] and not bucket.present[slot] and bucket.holds_sum
+        if is_zero_view and not bucket.pending and bool(bucket.shards.shard_view(slot).any()):
+            bucket.present[slot] = True
 
     def _clear_range(self, bucket: GradientBucket, slot: int) -> None:
         bucket.shards.shard_view(slot).zero_()
@@ -473,7 +504,7 @@ class GradientReduction:
 
     def clear(self, *, set_to_none: bool = True) -> None:
         """`zero_grad`: forget gradients, those under way included. Nothing is waited for."""
-        if self._task is not None:
+        if self._tasks:
             self._abandon_backward()
         present = [bucket.present for bucket in self.buckets]
         self._forget()
@@ -507,6 +538,9 @@ class GradientReduction:
 
 NUM_STEP_FACTS = 4
 
+# Which reduction has its hooks on a parameter.
+_owners = WeakTensorKeyDictionary()
+
 
 def _before_accumulation(
     reference: Callable[[], GradientReduction | None], bucket: int, slot: int, *_: object
@@ -524,21 +558,12 @@ def _after_accumulation(
         reduction._after_accumulation(bucket, slot)
 
 
-def _end_backward(reference: Callable[[], GradientReduction | None]) -> None:
+def _end_backward(reference: Callable[[], GradientReduction | None], task: int) -> None:
     reduction = reference()
-    if reduction is not None:
-        reduction._finish_backward()
+    if reduction is not None and task in reduction._tasks:
+        reduction._finish_backward(task)
 
 
 def _remove_handles(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _is_nested_backward() -> bool:
-    """Whether a backward runs inside another one's on this thread (reentrant checkpoints)."""
-    depth, frame = 0, sys._getframe()
-    while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
-        frame = frame.f_back
-    return depth > 1

@@ -35,7 +35,7 @@ def checksum(tensor: Tensor) -> tuple[int, int]:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     bits = tensor.detach().reshape(-1).view(integer)
     sums = torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
-    first, second = sums.tolist()
+    first, second = (value & (2**62 - 1) for value in sums.tolist())
     return first, second
 
 

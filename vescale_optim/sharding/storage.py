@@ -170,7 +170,10 @@ class ReplicatedStorage:
                 view.copy_(entry.param)
                 entry.param.data = view
                 self._pointers[index] = view.data_ptr()
-        needs_master = self._master_dtype not in (None, dtype)
+        # A master copy is wider than the parameter: fp32 beside fp64 parameters would lose their bits.
+        needs_master = self._master_dtype not in (None, dtype) and (
+            torch.promote_types(self._master_dtype, dtype) == self._master_dtype
+        )
         master = DBuffer(plan, self._group, self._master_dtype, device) if needs_master else None
         grads = None
         if self.reduction is not None:
@@ -182,9 +185,6 @@ class ReplicatedStorage:
                 self._ragged(shards.shard_view(slot), entry.param.shape, plan.shares(slot), before_read)
                 for slot, entry in enumerate(managed)
             ]
-            if grad_dtype != dtype:
-                for entry in managed:
-                    entry.param.grad_dtype = grad_dtype
             names = [entry.name for entry in managed]
             grads = GradientBucket([entry.param for entry in managed], names, shards, views)
         return ParameterBucket(tuple(members), plan, params, master, grads)
@@ -208,6 +208,24 @@ class ReplicatedStorage:
     def _ragged(self, local: Tensor, shape: Sequence[int], shares: Sequence[int], before_read=None) -> RaggedTensor:
         placement = RaggedShard.from_numels(tuple(shape), tuple(shares))
         return RaggedTensor.from_local(local, self.mesh, placement, tuple(shape), before_read=before_read)
+
+    def masters(self, indices: Sequence[int]) -> dict[int, RaggedTensor]:
+        """The master copies of those parameters that have one, as state of the parameter's shape."""
+        found = {}
+        for index in indices:
+            bucket, slot = self._location[index]
+            master = self.buckets[bucket].master
+            if master is not None:
+                shape = self.parameters[index].param.shape
+                found[index] = self._ragged(master.shard_view(slot), shape, self._shares(index))
+        return found
+
+    def refresh_masters(self) -> None:
+        """Follow edits of the parameters (a checkpoint loaded, a clamp): where one is not its master's cast, it wins."""
+        for bucket in self.buckets:
+            if bucket.master is not None:
+                for master, shard in zip(bucket.master.shards, bucket.params.shards, strict=True):
+                    torch.where(shard == master.to(shard.dtype), master, shard.to(master.dtype), out=master)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -335,7 +353,7 @@ class ReplicatedStorage:
     def _compare_gradients(self) -> None:
         """Once: unsynchronised gradients would give a wrong training run without any error."""
         with_gradient = [managed for managed, present in zip(self.parameters, self._present, strict=True) if present]
-        norms = [torch.linalg.vector_norm(managed.param.grad, dtype=torch.float32) for managed in with_gradient]
+        norms = [torch.linalg.vector_norm(managed.param.grad).float() for managed in with_gradient]
         values = torch.stack(norms).cpu().view(torch.int32).tolist()
         # The bits of non-negative floats are ordered like their values.
         agreed = self.agreement.maximum(values + [-value for value in values])
