@@ -431,6 +431,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             self._manage_new_parameters()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        state_dict = self.adapt_state_dict(state_dict)
         saved = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         mine = [
             (name, param)
@@ -447,10 +448,15 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             state_dict = {**state_dict, "param_groups": merged}
         self._load_groups(state_dict)
         for key, (_, param) in zip(saved, mine, strict=True):
-            self._reset_state(param)
-            self._copy_state(param, state_dict["state"].get(key, {}))
+            loaded = state_dict["state"].get(key, {})
+            self._reset_state(param, loaded)
+            self._copy_state(param, loaded)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
+
+    def adapt_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict to be loaded, in the form of this optimizer; override to take those of others. Changes nothing."""
+        return state_dict
 
     def _load_groups(self, state_dict: dict[str, Any]) -> None:
         """Load the groups alone: torch casts floating state to the parameter's dtype and makes new tensors."""
@@ -461,16 +467,21 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         finally:
             self.__dict__.update(kept)
 
-    def _reset_state(self, param: Tensor) -> None:
-        """State as it was at construction: what a checkpoint lacks starts anew."""
+    def _reset_state(self, param: Tensor, loaded: Mapping[str, Any]) -> None:
+        """State as it was at construction: what a checkpoint lacks starts anew.
+
+        What it has is left alone: after `dcp.load` into `state_dict()` the loaded tensors are this very state.
+        """
         index = self._index_of.get(param)
         if index is None:
             return
-        self.state[param]["step"].zero_()
+        if "step" not in loaded:
+            self.state[param]["step"].zero_()
         for group in self.param_groups:
             if any(param is member for member in group["params"]):
                 for spec in self.rule_of(group).state_spec(param.shape, group):
-                    self.state[param][spec.name]._local_tensor.fill_(spec.fill)
+                    if spec.name not in loaded:
+                        self.state[param][spec.name]._local_tensor.fill_(spec.fill)
 
     def _check_state(self, name: str, param: Tensor, loaded: Mapping[str, Any]) -> None:
         for key, value in self.state.get(param, {}).items():
