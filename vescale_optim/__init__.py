@@ -5,6 +5,8 @@ from vescale_optim.optimizers.base import ShardedOptimizer
 from vescale_optim.optimizers.muon import ShardedMuon
 from vescale_optim.optimizers.routing import muon_param_groups
 from vescale_optim.optimizers.rule import Rule, Shards, StateSpec, Units
+from vescale_optim.optimizers.shampoo import ShardedShampoo
+from vescale_optim.optimizers.soap import ShardedSOAP
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.planner import BufferPlan, TensorBlocks, plan_buffer
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
@@ -18,6 +20,8 @@ __all__ = [
     "ShardedAdamW",
     "ShardedMuon",
     "ShardedOptimizer",
+    "ShardedSOAP",
+    "ShardedShampoo",
     "Shards",
     "StateSpec",
     "TensorBlocks",

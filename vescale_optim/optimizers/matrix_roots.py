@@ -1,0 +1,81 @@
+"""Inverse p-th roots and eigenbases of symmetric positive semi-definite matrices, for Shampoo and SOAP.
+
+Matrices are [n, n], or [batch, n, n] on devices whose kernels take batches. On CPU give them one by one, in memory of
+their own: LAPACK's result for a matrix of a batch depends on the batch, and on how the memory is aligned.
+
+Sources: Gupta et al., "Shampoo" (arXiv 1802.09568); Vyas et al., "SOAP" (arXiv 2409.11321) for the power step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Duration of `eigh` and `qr` in FLOPs of a matrix product that takes as long, by n^3; one CPU core, n of 256 to 1024.
+EIGH_FLOPS = 20.0
+QR_FLOPS = 10.0
+
+
+def inverse_root(matrices: Tensor, root: float, *, relative_eps: float) -> Tensor | None:
+    """A^(-1/root), with small eigenvalues lifted by a fraction of the largest one.
+
+        A = Q diag(l) Q^T     ->     Q diag((max(l, 0) + relative_eps * max(l))^(-1/root)) Q^T
+
+    The lift is relative, so that gradients of 1e-6 are preconditioned like gradients of 1.
+
+    Args:
+        matrices: symmetric, fp32 or wider; never written to.
+        root: p of the p-th root, > 0.
+        relative_eps: > 0; it bounds the condition of the result by relative_eps^(-1/root).
+
+    Returns:
+        Fresh memory; the identity for a zero matrix; None where no eigenvalues could be found.
+    """
+    decomposition = eigh(matrices)
+    if decomposition is None:
+        return None
+    values, vectors = decomposition
+    values = values.double().clamp(min=0)
+    largest = values[..., -1:]
+    lifted = torch.where(largest > 0, values + relative_eps * largest, 1.0)
+    return (vectors * lifted.pow(-1 / root).to(vectors.dtype)[..., None, :]) @ vectors.mT
+
+
+def eigenbasis(matrices: Tensor) -> Tensor | None:
+    """Orthonormal eigenvectors as columns, those of the largest eigenvalues first; None where none could be found."""
+    decomposition = eigh(matrices)
+    return None if decomposition is None else decomposition[1].flip(-1)
+
+
+def power_step(matrices: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of orthogonal iteration: the bases follow their slowly changing matrices, at the price of a QR.
+
+    Args:
+        matrices: symmetric.
+        bases: orthonormal columns, near the eigenvectors.
+
+    Returns:
+        The new bases, and `order`: column i of the new basis continues column order[i] of the old one, largest estimate
+        of the eigenvalue first.
+    """
+    images = matrices @ bases
+    estimates = (bases * images).sum(-2)
+    order = estimates.argsort(dim=-1, descending=True, stable=True)
+    new, _ = torch.linalg.qr(images.take_along_dim(order[..., None, :], -1))
+    # LAPACK's are stored column by column, and products of them would round in another order.
+    return new.contiguous(), order
+
+
+def eigh(matrices: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Eigenvalues, ascending, and eigenvectors; a second try in fp64; None where both fail.
+
+    No exception: it would come on the owner of the matrix alone, and the other ranks would wait for it.
+    """
+    for dtype in (matrices.dtype, torch.float64):
+        try:
+            values, vectors = torch.linalg.eigh(matrices.to(dtype))
+        except torch.linalg.LinAlgError:
+            continue
+        if vectors.isfinite().all():
+            return values.to(matrices.dtype), vectors.to(matrices.dtype)
+    return None

@@ -1,0 +1,242 @@
+"""Tiles: the matrices that Shampoo and SOAP precondition, and where the state of each lies.
+
+A parameter is a matrix, or a stack of them. A matrix with a dimension above `size` is cut into panels of `size` rows, the
+units, and each panel into tiles. Tiles are counted over the whole logical parameter, so nothing about a tile depends on
+the rank that owns it:
+
+    (5, 7) by 3:    | tile 0 3x3 | tile 1 3x3 | tile 2 3x1 |     unit 0
+                    | tile 3 2x3 | tile 4 2x3 | tile 5 2x1 |     unit 1
+
+State lies with the owner of the unit, tile after tile, nothing padded; of every tile either one number per element, or a
+square matrix per side:
+
+    "exp_avg"       | rows * columns | rows * columns | ...
+    "factors"       | rows * rows | columns * columns | rows * rows | columns * columns | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from math import prod
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from vescale_optim.optimizers.rule import Group, StateSpec, Units
+from vescale_optim.sharding.blocks import Blocks
+from vescale_optim.sharding.planner import TensorBlocks
+
+# How the matrices of a parameter lie in it (see `Blocks.matrices`), with the values of a group that does not say.
+MATRIX_LAYOUT = {"flatten": None, "splits": None, "interleave": 1, "matrix_layout": "out_in"}
+
+# Elements of the tiles that one batch takes, on devices that take batches.
+BATCH_NUMEL = 1 << 24
+
+# The squares of a matrix of 1e8 such entries still have a finite sum in fp32.
+MAX_GRADIENT = 1e15
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile on its owner.
+
+    Attributes:
+        gradient: view [rows, columns] of what `prepare` returned; not to be written.
+        direction: view [rows, columns] to be filled.
+        pairs: views [rows, rows] and [columns, columns] of state that has a matrix per side, by name.
+        moments: views [rows, columns] of state that has one number per element, by name.
+        index: position among the tiles of the logical parameter.
+        step: number of the current step of the parameter, from 1.
+        name: of the parameter, for messages.
+    """
+
+    gradient: Tensor
+    direction: Tensor
+    pairs: dict[str, tuple[Tensor, Tensor]]
+    moments: dict[str, Tensor]
+    index: int
+    step: int
+    name: str
+
+
+def tile_blocks(shape: Sequence[int], size: int, group: Group) -> Blocks:
+    """Whole matrices where they fit into size x size, else panels of `size` rows cut into tiles.
+
+    Tiles lie as they are stored: transposing one only exchanges its two factors.
+    """
+    options = {name: group[name] for name in MATRIX_LAYOUT}
+    whole = Blocks.matrices(shape, **options)
+    if all(max(piece) <= size for unit in range(whole.num_units) for piece in whole.piece_shapes(unit)):
+        return whole
+    shape = whole.shape
+    stored = (shape[0], prod(shape[1:])) if options["flatten"] == "conv" else shape
+    splits, interleave = options["splits"], options["interleave"]
+    if splits is None and interleave == 1:
+        return replace(Blocks.tiles(stored, size), shape=shape)
+    is_transposed = options["matrix_layout"] == "in_out"
+    num_matrices, rows, columns = prod(stored[:-2]), stored[-2], stored[-1]
+    row_splits, widths = (rows,), (columns,)
+    if interleave > 1 and is_transposed:
+        widths = (columns // interleave,) * interleave
+    elif interleave > 1:
+        # Matrices that alternate row by row lie side by side in rows that are as much longer.
+        row_splits, widths = (rows // interleave,), (columns,) * interleave
+    elif is_transposed:
+        widths = tuple(splits)
+    else:
+        row_splits = tuple(splits)
+    heights = [min(size, part - start) for part in row_splits for start in range(0, part, size)]
+    ends = tuple(accumulate(height * sum(widths) for height in heights * num_matrices))
+    layout = SideBySide(widths, size, is_interleaved=interleave > 1 and is_transposed)
+    return Blocks(shape, TensorBlocks(prod(shape), boundaries=ends), layout)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Units are panels of rows of several matrices, `widths` columns each, one after the other or column by column in
+    turn (`is_interleaved`); pieces are their tiles of at most `size` columns."""
+
+    widths: tuple[int, ...]
+    size: int
+    is_interleaved: bool = False
+
+    def shapes(self, unit_numel: int) -> tuple[tuple[int, int], ...]:
+        rows = unit_numel // sum(self.widths)
+        return tuple(
+            (rows, min(self.size, width - start)) for width in self.widths for start in range(0, width, self.size)
+        )
+
+    def views(self, values: Tensor, num_units: int) -> list[Tensor]:
+        panels = rearrange(values, "(u r c) -> u r c", u=num_units, c=sum(self.widths))
+        if self.is_interleaved:
+            matrices = rearrange(panels, "u r (c k) -> k u r c", k=len(self.widths)).unbind(0)
+        else:
+            matrices = panels.split(self.widths, dim=2)
+        return [tile for matrix in matrices for tile in matrix.split(self.size, dim=2)]
+
+
+def tile_shapes(blocks: Blocks) -> list[tuple[int, int]]:
+    """(rows, columns) of every tile of a parameter, in the order of their indices."""
+    return [shape for unit in range(blocks.num_units) for shape in blocks.piece_shapes(unit)]
+
+
+def moment_state(name: str, blocks: Blocks) -> StateSpec:
+    """fp32 state of one number per element, tile after tile."""
+    numels = tuple(blocks.unit_numel(unit) for unit in range(blocks.num_units))
+    return StateSpec(name, where="unit", dtype=torch.float32, unit_numels=numels)
+
+
+def pair_state(name: str, blocks: Blocks) -> StateSpec:
+    """fp32 state of a matrix [rows, rows] and a matrix [columns, columns] per tile, tile after tile."""
+    numels = tuple(
+        sum(rows * rows + columns * columns for rows, columns in blocks.piece_shapes(unit))
+        for unit in range(blocks.num_units)
+    )
+    return StateSpec(name, where="unit", dtype=torch.float32, unit_numels=numels)
+
+
+def tiles_of(
+    units: Iterable[Units], directions: Iterable[Tensor], pair_names: Iterable[str], moment_names: Iterable[str]
+) -> list[Tile]:
+    """Every tile of the units, with views of its gradient, direction and the state of these names."""
+    tiles = []
+    for entry, direction in zip(units, directions, strict=True):
+        gradients, targets = _matrices(entry, entry.values), _matrices(entry, direction)
+        shapes = [tuple(gradient.shape) for gradient in gradients]
+        pairs = {name: _pair_views(entry.state[name], shapes) for name in pair_names}
+        moments = {name: _moment_views(entry.state[name], shapes) for name in moment_names}
+        first = _first_indices(entry.blocks)[entry.first]
+        for position, (gradient, target) in enumerate(zip(gradients, targets, strict=True)):
+            tiles.append(
+                Tile(
+                    gradient,
+                    target,
+                    {name: views[position] for name, views in pairs.items()},
+                    {name: views[position] for name, views in moments.items()},
+                    first + position,
+                    entry.step,
+                    entry.name,
+                )
+            )
+    return tiles
+
+
+def _pair_views(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    parts = iter(flat.split([side * side for shape in shapes for side in shape]))
+    return [(next(parts).view(rows, rows), next(parts).view(columns, columns)) for rows, columns in shapes]
+
+
+def _moment_views(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    parts = flat.split([rows * columns for rows, columns in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _matrices(entry: Units, values: Tensor) -> list[Tensor]:
+    """Views of the tiles in the order of their indices: unit by unit, where `pieces` goes piece by piece over units."""
+    blocks, base = entry.blocks, entry.blocks.unit_start(entry.first)
+    matrices = []
+    for unit in range(entry.first, entry.first + entry.count):
+        part = values[blocks.unit_start(unit) - base : blocks.unit_start(unit + 1) - base]
+        matrices += [matrix for view in blocks.pieces(part, unit, 1) for matrix in view.unbind(0)]
+    return matrices
+
+
+@cache
+def _first_indices(blocks: Blocks) -> tuple[int, ...]:
+    """Index of the first tile of every unit."""
+    return tuple(accumulate((len(blocks.piece_shapes(unit)) for unit in range(blocks.num_units)), initial=0))
+
+
+def batches_of(tiles: Sequence[Tile], kind: Callable[[Tile], Hashable]) -> list[list[Tile]]:
+    """Tiles that go through the same kernels together: of one shape and `kind`; one by one on CPU."""
+    if tiles and tiles[0].gradient.device.type == "cpu":
+        return [[tile] for tile in tiles]
+    return grouped(tiles, kind)
+
+
+def grouped(tiles: Sequence[Tile], kind: Callable[[Tile], Hashable]) -> list[list[Tile]]:
+    """Batches of tiles of one shape and `kind`, of at most `BATCH_NUMEL` elements of the larger factor."""
+    kinds: dict[Hashable, list[Tile]] = {}
+    for tile in tiles:
+        kinds.setdefault((tile.gradient.shape, kind(tile)), []).append(tile)
+    batches = []
+    for same in kinds.values():
+        size = max(1, BATCH_NUMEL // max(max(same[0].gradient.shape) ** 2, 1))
+        batches += [same[start : start + size] for start in range(0, len(same), size)]
+    return batches
+
+
+def stacked(views: Sequence[Tensor]) -> Tensor:
+    """A copy in fresh, aligned memory: [rows, columns] of a single view, else [batch, rows, columns]."""
+    if len(views) > 1:
+        return torch.stack(list(views))
+    return torch.empty(views[0].shape, dtype=views[0].dtype, device=views[0].device).copy_(views[0])
+
+
+def each(values: Tensor) -> list[Tensor]:
+    """The matrices of what `stacked` returned."""
+    return [values] if values.ndim == 2 else list(values.unbind(0))
+
+
+def store(views: Sequence[Tensor], values: Tensor) -> None:
+    """Write the matrices of a batch back into the views they came from."""
+    for view, value in zip(views, each(values), strict=True):
+        view.copy_(value)
+
+
+def add_grams(batch: Sequence[Tile], gradients: Tensor, decay: float) -> None:
+    """factors <- decay * factors + (1 - decay) * (G G^T, G^T G); plain sums where `decay` is 1."""
+    for side, grams in enumerate((gradients @ gradients.mT, gradients.mT @ gradients)):
+        factors = [tile.pairs["factors"][side] for tile in batch]
+        if decay < 1:
+            torch._foreach_lerp_(factors, each(grams), 1 - decay)
+        else:
+            torch._foreach_add_(factors, each(grams))
+
+
+def is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
