@@ -1,6 +1,7 @@
 """Optimizers for sharded training in PyTorch: blocks first, then the sharding."""
 
 from vescale_optim.optimizers.adamw import ShardedAdamW
+from vescale_optim.optimizers.adamw8bit import ShardedAdamW8bit
 from vescale_optim.optimizers.base import ShardedOptimizer
 from vescale_optim.optimizers.muon import ShardedMuon
 from vescale_optim.optimizers.routing import muon_param_groups
@@ -18,6 +19,7 @@ __all__ = [
     "RaggedTensor",
     "Rule",
     "ShardedAdamW",
+    "ShardedAdamW8bit",
     "ShardedMuon",
     "ShardedOptimizer",
     "ShardedSOAP",
