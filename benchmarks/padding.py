@@ -6,7 +6,7 @@ For every distinct layer of the models in `model_shapes.json`, for blocks of 1, 
 axis, a 1-D tensor is one row; 8 elements of alignment), on 8 to 1,024 ranks: padding in percent of the parameters,
 
     ours         plan_buffer, and how far above the lower bound, which no order and no segments can beat
-    published, fsdp2, megatron    see `padding_baselines.py`; all keep the same blocks whole
+    published, fsdp2, megatron    see `vescale_optim/capacity/peers.py`; all keep the same blocks whole
     plain        torch FSDP2 as it is, beside them at blocks of 1 row; it cuts 1-D tensors by element
 """
 
@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from padding_baselines import BlockedTensor, fsdp2_numel, megatron_numel, plain_fsdp2_numel, published_numel
-
+from vescale_optim.capacity.peers import BlockedTensor, fsdp2_numel, megatron_numel, plain_fsdp2_numel, published_numel
 from vescale_optim.sharding.planner import TensorBlocks, plan_buffer
 
 BLOCK_ROWS = (1, 16, 32, 128)
@@ -63,7 +62,7 @@ class Row:
 
 def measure(model: str, group: dict, block_rows: int, ranks: int) -> Row:
     shapes = [tuple(entry["shape"]) for entry in group["distinct_shapes"] for _ in range(entry["count"])]
-    tensors = [BlockedTensor(shape, block_rows) for shape in shapes]
+    tensors = [BlockedTensor.rows(shape, block_rows) for shape in shapes]
     total = sum(tensor.numel for tensor in tensors)
     began = time.process_time()
     plan = plan_buffer([TensorBlocks(tensor.numel, tensor.block) for tensor in tensors], ranks, align=ALIGN)

@@ -1,4 +1,5 @@
-"""Padding of other planners, for `benchmarks/padding.py`: elements of the global buffer when they keep the same blocks.
+"""Padding of other planners: elements of the global buffer when they keep the same blocks. Used by the capacity report and
+`benchmarks/padding.py`.
 
     published    one buffer, the given order, as published for veScale-FSDP (arXiv 2602.22437), from its description
     fsdp2        torch FSDP2: each tensor is cut along its first axis into equal chunks, padded to the number of ranks
@@ -16,19 +17,19 @@ from math import gcd, lcm, prod
 
 @dataclass(frozen=True)
 class BlockedTensor:
-    """A tensor that may be cut only between runs of `block_rows` rows; a row is its last axis, a 1-D tensor one row."""
+    """A tensor of one dimension or more that may be cut only between blocks of `block` elements; the last may be short."""
 
     shape: tuple[int, ...]
-    block_rows: int
+    block: int
+
+    @classmethod
+    def rows(cls, shape: tuple[int, ...], block_rows: int) -> BlockedTensor:
+        """Blocks of `block_rows` rows; a row is the last axis, a 1-D tensor one row."""
+        return cls(shape, block_rows * shape[-1])
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-    @property
-    def block(self) -> int:
-        """Elements of one block; the last may be short."""
-        return self.block_rows * self.shape[-1]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -101,7 +102,9 @@ def plain_fsdp2_numel(tensors: Sequence[BlockedTensor], num_ranks: int) -> int:
 def megatron_numel(tensors: Sequence[BlockedTensor], num_ranks: int) -> int:
     """Tensors of a chunk or more start at chunks, two may share one; smaller ones fill gaps, then the tail."""
     blocks = [tensor.block for tensor in tensors if tensor.block < tensor.numel]
-    chunk = lcm(1, *blocks) if blocks else max(tensor.numel for tensor in tensors)
+    # Shards end between chunks, so a chunk has room for the largest tensor that must not be cut at all.
+    whole = max((tensor.numel for tensor in tensors if tensor.block >= tensor.numel), default=1)
+    chunk = _round_up(whole, lcm(1, *blocks))
     large = [tensor.numel for tensor in tensors if tensor.numel >= chunk]
     small = sorted((tensor.numel for tensor in tensors if tensor.numel < chunk), reverse=True)
     end, gaps = 0, []
