@@ -255,6 +255,19 @@ def test_the_size_of_chunks_does_not_matter(block_shape: Any) -> None:
         assert_equal(found, expected)
 
 
+def test_default_dtype_and_device_of_the_user_do_not_matter() -> None:
+    expected, found = a_run(3000), a_run(3000)
+    update(expected, HYPERPARAMETERS)
+    codebook.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            update(found, HYPERPARAMETERS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(x, y) for x, y in zip(found.tensors(), expected.tensors(), strict=True))
+
+
 HYPERPARAMETER_CHANGES: dict[str, dict[str, Any]] = {
     "lr": dict(lr=2e-2),
     "beta1": dict(betas=(0.5, 0.999)),

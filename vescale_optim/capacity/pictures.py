@@ -161,7 +161,7 @@ def draw_sweep(report: CapacityReport, points: Sequence[SweepPoint], path: Path)
     if largest > 0.5:
         # From 1 % on in decades, below in proportion, so that 0 has a place.
         left.set_yscale("symlog", linthresh=1)
-        left.set_ylim(0, 200 * largest)
+        left.set_ylim(-0.1, 200 * largest)
     else:
         left.set_ylim(bottom=0)
     left.set_ylabel("padding, % of the elements")
@@ -175,8 +175,12 @@ def draw_sweep(report: CapacityReport, points: Sequence[SweepPoint], path: Path)
         bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
     for position, total in enumerate(bottoms):
         right.text(position, total, format_bytes(total * 1e9), ha="center", va="bottom", fontsize=7)
-    right.axhline(report.setting.device_bytes / 1e9, color="black", linewidth=1, linestyle="--")
-    right.text(-0.45, report.setting.device_bytes / 1e9, "one device", va="bottom", fontsize=7)
+    device = report.setting.device_bytes / 1e9
+    # Small models would be flattened by a line far above them.
+    if max(bottoms) > 0.3 * device:
+        right.axhline(device, color="black", linewidth=1, linestyle="--")
+        right.text(-0.45, device, "one device", va="bottom", fontsize=7)
+    right.set_ylim(0, 1.4 * max(*bottoms, right.get_ylim()[1] / 1.4))
     right.set_ylabel("GB on the fullest rank")
     right.set_title(f"memory, {report.storage} parameters, without activations", fontsize=10, loc="left")
     left.set_xscale("log", base=2)

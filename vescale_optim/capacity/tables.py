@@ -136,8 +136,8 @@ def _peers(report: CapacityReport) -> list[str]:
     table = [("planners, same model and blocks", "padding", "shards of a rank", "")]
     table += [(row.name, _percent(row.padding), format_bytes(row.sharded_bytes), row.note) for row in report.peers]
     text = (
-        "shards of a rank: parameters, gradients and state, if all are sharded. Planners other than `as planned` pack every "
-        "numbered layer by itself, and what is outside layers together."
+        "shards of a rank: parameters, gradients and state, all sharded over one replica. Planners other than `as planned` "
+        "pack every numbered layer by itself, and what is outside layers together."
     )
     return [*_table(table, left=1, last_left=True), *_wrapped(f"  {text}", "  ")]
 

@@ -41,8 +41,8 @@ from vescale_optim.optimizers.quantize import (
 from vescale_optim.optimizers.rule import Group, Shards, StateSpec
 from vescale_optim.sharding.blocks import Blocks
 
-# Elements updated at a time: on CPU their scratch stays in the cache of a core; kernels on other devices want more.
-CPU_CHUNK_NUMEL = 1 << 16
+# Elements updated at a time: on CPU (for each thread) scratch that stays in the cache; kernels on devices want more.
+CPU_CHUNK_NUMEL = 1 << 17
 DEVICE_CHUNK_NUMEL = 1 << 24
 UPDATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # bitsandbytes' kernel is compiled for blocks of 256 and counts elements in 32 bits.
@@ -236,7 +236,7 @@ def update(run: Run, group: Group) -> None:
     parts = list(_chunks(run, chunk_numel))
     # Kept for all chunks, and written with out=: fresh pages would cost more than the arithmetic.
     largest = max(part[0].numel() for part in parts)
-    floats = torch.empty(4, largest, device=device)
+    floats = torch.empty(4, largest, dtype=torch.float32, device=device)
     integers = torch.empty(2, largest, dtype=torch.int32, device=device)
     for param, grad, state1, state2, absmax1, absmax2 in parts:
         m, v, wide_param, wide_grad = floats[:, : param.numel()]

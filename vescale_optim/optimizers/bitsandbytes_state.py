@@ -191,7 +191,7 @@ def _quantized(values: Tensor, layout: QuantizationLayout, *, is_signed: bool) -
     book = codebook(is_signed=is_signed, device=values.device, lowest=1 - is_signed)
     blocks = layout.blocks(values.shape)
     codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    absmax = torch.empty(layout.scales_per_unit() * blocks.num_units, device=values.device)
+    absmax = torch.empty(layout.scales_per_unit() * blocks.num_units, dtype=torch.float32, device=values.device)
     for elements, scales in chunks(layout, blocks, 0, values.numel(), CHUNK_NUMEL):
         part = values.reshape(-1)[elements].clone()
         scratch = torch.empty(2, part.numel(), dtype=torch.int32, device=values.device).unbind()

@@ -60,8 +60,9 @@ class Codebook:
 @cache
 def codebook(*, is_signed: bool, device: torch.device, lowest: int = 0) -> Codebook:
     """The dynamic codebook for values in (-1, 1] or, unsigned, [0, 1]; `lowest` is the smallest code given out."""
-    values = dynamic_map(is_signed=is_signed)
-    table = _nearest_table(values, lowest)
+    with torch.device("cpu"):  # whatever the user's default device is
+        values = dynamic_map(is_signed=is_signed)
+        table = _nearest_table(values, lowest)
     return Codebook(values.to(device), table.to(device), 127 if is_signed else 0)
 
 

@@ -8,7 +8,8 @@ what it keeps from overlapping with backward, and a collective's latency:
     best(i)     = min over j > i of price(i, j) + best(j)                                 one bucket
 
 The waste is estimated by a bound: of c units of u elements or more, some rank holds ceil(c / N). Walking forward, the best
-few choices are planned in truth, and the cheapest one is taken.
+few choices are planned in truth, and the cheapest one is taken. Small models are searched in several ways, and the whole
+result with the lowest price is kept, the balance of the FLOPs included.
 
 Shards are equal where that pads at most `max_padding`; else (fewer matrices than ranks) they are unequal.
 
