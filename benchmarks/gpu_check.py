@@ -16,8 +16,9 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 # Also without an installation: a machine with the card may have no network.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,8 +37,12 @@ import peers
 from gpt import GPT, GPTConfig
 
 from tests.support import values
-from tests.support.reference import OneDevice, Rule, adamw, muon, muon_for_matrices
-from vescale_optim import ShardedAdamW, ShardedMuon
+from tests.support.reference import OneDevice, adamw, muon, muon_for_matrices
+from tests.support.reference8bit import OneDevice8bit
+from tests.support.reference_shampoo import Shampoo
+from tests.support.reference_soap import SOAP
+from vescale_optim import ShardedAdamW, ShardedAdamW8bit, ShardedMuon, ShardedShampoo, ShardedSOAP
+from vescale_optim.optimizers import adamw8bit
 from vescale_optim.optimizers.orthogonalize import newton_schulz_flops, orthogonalize
 
 Numbers = dict[str, Any]
@@ -80,6 +86,17 @@ class Outcome:
     fault: str = ""
 
 
+# In square tiles of 16 rows.
+TILED_SHAPES: dict[str, tuple[int, ...]] = {"stack": (3, 16, 16), "even": (48, 32), "bias": (13,)}
+
+# (dtype of the parameters, of their master copy)
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "bf16, fp32 master": (torch.bfloat16, torch.float32),
+}
+TILED = dict(shapes=TILED_SHAPES, reference_device="cpu", precisions=["fp32", "bf16"])
+
 CHECKS: list[Callable[[Bench], Numbers]] = []
 NEED_A_CARD: set[str] = set()
 
@@ -104,7 +121,8 @@ def muon_equals_torch(bench: Bench) -> Numbers:
     def build(parameters: Any, **options: Any) -> Optimizer:
         return ShardedMuon(parameters, bench.mesh, lr=0.02, adamw_lr=1e-3, **options)
 
-    return errors_against_reference(bench, build, muon_for_matrices(muon(lr=0.02), adamw(lr=1e-3)), bound=0.05)
+    rules = muon_for_matrices(muon(lr=0.02), adamw(lr=1e-3))
+    return errors_against_reference(bench, build, partial(OneDevice, rules=rules), bound=0.05)
 
 
 @check
@@ -112,41 +130,145 @@ def adamw_equals_torch_bit_for_bit(bench: Bench) -> Numbers:
     def build(parameters: Any, **options: Any) -> Optimizer:
         return ShardedAdamW(parameters, bench.mesh, lr=1e-3, **options)
 
-    return errors_against_reference(bench, build, lambda name, value: adamw(lr=1e-3), bound=0.0)
+    reference = partial(OneDevice, rules=lambda name, value: adamw(lr=1e-3))
+    return errors_against_reference(bench, build, reference, bound=0.0)
+
+
+@check
+def adamw8bit_follows_the_reference(bench: Bench) -> Numbers:
+    """Codes of bitsandbytes' kernel differ from the nearest ones at ties, and where they keep a sign."""
+
+    def build(parameters: Any, **options: Any) -> Optimizer:
+        return ShardedAdamW8bit(parameters, bench.mesh, lr=1e-3, **options)
+
+    reference = partial(OneDevice8bit, lr=1e-3)
+    return errors_against_reference(bench, build, reference, bound=0.05, reference_device="cpu")
+
+
+@check
+def shampoo_follows_the_reference(bench: Bench) -> Numbers:
+    """Tiles in batches on the card, one by one on the CPU. Eigenvalues are lifted to 1e-2, so that rounding stays small."""
+    arguments = dict(lr=0.01, matrix_eps=1e-2, momentum=0.9)
+
+    def build(parameters: Any, **options: Any) -> Optimizer:
+        kinds = dict(max_preconditioner_dim=16, precondition_frequency=2)
+        return ShardedShampoo(parameters, bench.mesh, **arguments, **kinds, **options)
+
+    reference = partial(Shampoo, block=16, frequency=2, **arguments)
+    return errors_against_reference(bench, build, reference, bound=0.02, **TILED)
+
+
+@check
+def soap_follows_the_reference(bench: Bench) -> Numbers:
+    """Square tiles: the eigenvectors of a factor without full rank are arbitrary."""
+
+    def build(parameters: Any, **options: Any) -> Optimizer:
+        kinds = dict(max_precond_dim=16, precondition_frequency=2)
+        return ShardedSOAP(parameters, bench.mesh, lr=0.01, **kinds, **options)
+
+    reference = partial(SOAP, block=16, frequency=2, lr=0.01)
+    return errors_against_reference(bench, build, reference, bound=0.02, **TILED)
 
 
 def errors_against_reference(
     bench: Bench,
     build: Callable[..., Optimizer],
-    rules: Callable[[str, Tensor], Rule],
+    reference: Callable[..., Any],
     *,
     bound: float,
+    shapes: Mapping[str, tuple[int, ...]] = values.MIXED_SHAPES,
+    reference_device: str | None = None,
+    precisions: Sequence[str] = tuple(PRECISIONS),
 ) -> Numbers:
-    """Error of the worst parameter relative to the distance it moved in five steps, by precision."""
+    """Error of the worst parameter relative to the distance it moved in five steps, by precision.
+
+    Args:
+        reference: makes it from the first values, and `master_dtype` where there is one.
+        reference_device: where it computes; None for the device that is checked.
+        precisions: keys of `PRECISIONS`.
+    """
+    beside = bench.device if reference_device is None else torch.device(reference_device)
     numbers = {}
-    for label, dtype, master in (
-        ("fp32", torch.float32, None),
-        ("bf16", torch.bfloat16, None),
-        ("bf16, fp32 master", torch.bfloat16, torch.float32),
-    ):
-        start = to_device(values.parameter_values(values.MIXED_SHAPES, dtype=dtype), bench.device)
-        module = values.parameter_module(start)
+    for label in precisions:
+        dtype, master = PRECISIONS[label]
+        start = values.parameter_values(shapes, dtype=dtype)
+        module = values.parameter_module(to_device(start, bench.device))
         optimizer = build(module.named_parameters(), master_dtype=master)
-        reference = OneDevice(start, rules, master_dtype=master)
+        expected = reference(to_device(start, beside), **({} if master is None else {"master_dtype": master}))
         for step in range(5):
-            grads = values.rank_gradients(values.MIXED_SHAPES, 1, seed=step, dtype=dtype).mean
-            grads = to_device(grads, bench.device)
-            values.backward(module.named_parameters(), grads)
+            grads = values.rank_gradients(shapes, 1, seed=step, dtype=dtype).mean
+            values.backward(module.named_parameters(), to_device(grads, bench.device))
             optimizer.step()
             optimizer.zero_grad()
-            reference.step(grads)
-        errors = {n: relative_error(p, reference.params[n], start[n]) for n, p in module.named_parameters()}
+            expected.step(to_device(grads, beside))
+        errors = {
+            name: relative_error(param.cpu(), expected.params[name].cpu(), start[name])
+            for name, param in module.named_parameters()
+        }
         worst = max(errors, key=errors.__getitem__)
         numbers[label] = errors[worst]
         # A parameter in bf16 may be rounded to its other neighbour.
         allowed = bound if dtype == torch.float32 else 2 * bound
         assert errors[worst] <= allowed, f"{label}: '{worst}' is off by {errors[worst]:.2g}, allowed {allowed:.2g}"
     return numbers
+
+
+@check
+def the_8bit_kernel_takes_the_steps_of_the_torch_path(bench: Bench) -> Numbers:
+    """bitsandbytes' fused kernel against the same step in torch operations, on one large run of blocks."""
+    # On a CPU bitsandbytes quantises coarsely, so that only the first step, from zero state, is the same.
+    numel, steps = (10_000, 1) if bench.is_small else (4_000_001, 5)
+    group = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(numel, generator=generator).to(bench.device)
+    runs = [zero_run(start.clone()) for _ in range(2)]
+    for step in range(1, steps + 1):
+        gradient = torch.randn(numel, generator=generator).to(bench.device)
+        runs = [run._replace(grad=gradient, step=step) for run in runs]
+        adamw8bit.update(runs[0], group)
+        adamw8bit.update_fused(runs[1], group)
+    expected, found = runs
+    error = relative_error(found.param, expected.param, start)
+    codes = [(getattr(found, n) != getattr(expected, n)).float().mean().item() for n in ("state1", "state2")]
+    assert error < 0.02, f"parameters are off by {error:.2g} of the distance they moved, allowed 0.02"
+    assert int(found.state2.min()) >= 1, "codes of the second moment fell to 0"
+    return {"error": error, "share of other codes, first and second moment": codes}
+
+
+def zero_run(param: Tensor) -> adamw8bit.Run:
+    layout, device = adamw8bit.FlatLayout(256), param.device
+    zero = adamw8bit.codebook(is_signed=True, device=torch.device("cpu")).zero
+    codes = [torch.full(param.shape, code, dtype=torch.uint8, device=device) for code in (zero, 0)]
+    scales = [torch.zeros(-(-param.numel() // 256), device=device) for _ in range(2)]
+    return adamw8bit.Run(param, param, *codes, *scales, 1, layout, layout.blocks(param.shape), 0)
+
+
+@check
+def reentrant_checkpointing_changes_nothing(bench: Bench) -> Numbers:
+    """Layers whose forward runs again inside backward, in a backward of its own: the same losses and parameters."""
+    losses: list[list[float]] = []
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)).to(bench.device)
+        optimizer = ShardedMuon(layers, bench.mesh, lr=0.02, bucket_mib=0.02)
+        inputs = torch.randn(32, 64, device=bench.device)
+        losses.append([])
+        for _ in range(4):
+            hidden = inputs.clone().requires_grad_()
+            for layer in layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=True) if is_checkpointed else layer(hidden)
+                hidden = hidden.relu()
+            loss = (hidden - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        results.append({name: param.detach().clone() for name, param in layers.named_parameters()})
+    difference = max((results[1][name] - value).abs().max().item() for name, value in results[0].items())
+    assert losses[0][-1] < losses[0][0], f"the loss does not fall: {losses[0]}"
+    assert difference < 1e-5, f"parameters differ by {difference:.2g}; losses {losses}"
+    return {"largest difference of parameters": difference, "losses": losses[1]}
 
 
 @check

@@ -1,6 +1,6 @@
 """How much do planners pad when shards must keep blocks of rows whole? Published models, layer by layer, no GPU needed.
 
-    python benchmarks/padding.py [--model NAME] [--json FILE]
+    python benchmarks/padding.py [--model NAME] [--json FILE] [--markdown]
 
 For every distinct layer of the models in `model_shapes.json`, for blocks of 1, 16, 32 and 128 rows (a row is the last
 axis, a 1-D tensor is one row; 8 elements of alignment), on 8 to 1,024 ranks: padding in percent of the parameters,
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Padding in percent of the parameters. `group`: the first of the layers that are alike; seconds are CPU time."""
+    """Padding in percent of the parameters. `group`: the first of the layers that are alike; seconds are of the CPU."""
 
     model: str
     group: str
@@ -60,13 +61,22 @@ class Row:
     plan_seconds: float
 
 
+def read_models() -> dict[str, dict]:
+    """Shapes of the published models, by name."""
+    return json.loads(Path(__file__).with_name("model_shapes.json").read_text())
+
+
 def measure(model: str, group: dict, block_rows: int, ranks: int) -> Row:
     shapes = [tuple(entry["shape"]) for entry in group["distinct_shapes"] for _ in range(entry["count"])]
     tensors = [BlockedTensor.rows(shape, block_rows) for shape in shapes]
     total = sum(tensor.numel for tensor in tensors)
-    began = time.process_time()
-    plan = plan_buffer([TensorBlocks(tensor.numel, tensor.block) for tensor in tensors], ranks, align=ALIGN)
-    seconds = time.process_time() - began
+    units = [TensorBlocks(tensor.numel, tensor.block) for tensor in tensors]
+    seconds: list[float] = []
+    # Long ones are timed again: on a busy machine a second of CPU may do half the work.
+    while not seconds or (min(seconds) > 0.1 and len(seconds) < 3):
+        began = time.process_time()
+        plan = plan_buffer(units, ranks, align=ALIGN)
+        seconds.append(time.process_time() - began)
 
     def percent(numel: int) -> float:
         return 100 * (numel / total - 1)
@@ -85,7 +95,7 @@ def measure(model: str, group: dict, block_rows: int, ranks: int) -> Row:
         lower_bound=percent(plan.lower_bound),
         segments=len(plan.segments),
         driver=plan.driver,
-        plan_seconds=seconds,
+        plan_seconds=min(seconds),
     )
 
 
@@ -154,12 +164,31 @@ def print_summary(rows: Sequence[Row]) -> bool:
     return all(holds for holds, _ in claims)
 
 
+def print_markdown(rows: Sequence[Row]) -> None:
+    """The rows with a target as the README has them."""
+    by_key = {(row.model, row.group, row.block_rows, row.ranks): row for row in rows}
+    optimal = sum(row.ours - row.lower_bound < 5e-7 for row in rows)
+    print(
+        f"\n{len(rows)} rows, {optimal} proven optimal; {time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, "
+        f"{platform.machine()} with {os.cpu_count()} cores\n"
+    )
+    print("| layer, rows per block, ranks | ours | lower bound | published plan | FSDP2 | Megatron-FSDP |")
+    print("|---|---|---|---|---|---|")
+    for model, group, block_rows, ranks in TARGETS:
+        row = by_key.get((model, group, block_rows, ranks))
+        if row is not None:
+            others = " | ".join(f"{value:,.1f}" for value in (row.published, row.fsdp2, row.megatron))
+            name = f"{model} {group}, {block_rows}, {ranks:,}"
+            print(f"| {name} | {row.ours:.2f} | {row.lower_bound:.2f} | {others} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help="only this model; may be repeated")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
+    parser.add_argument("--markdown", action="store_true", help="print the rows with a target as a table for the README")
     arguments = parser.parse_args()
-    models = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
+    models = read_models()
     unknown = [name for name in arguments.model or () if name not in models]
     if unknown:
         parser.error(f"no model {unknown[0]!r}; give one of {', '.join(models)}")
@@ -169,6 +198,8 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         print(f"python {platform.python_version()}; {len(rows)} rows in {arguments.json}")
+    if arguments.markdown:
+        print_markdown(rows)
     raise SystemExit(0 if holds else 1)
 
 

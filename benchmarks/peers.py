@@ -49,6 +49,13 @@ def ddp_adamw(model: nn.Module, mesh: DeviceMesh, *, lr: float) -> tuple[nn.Modu
     return ddp(model, mesh), AdamW(model.parameters(), lr=lr, fused=True)
 
 
+def ddp_adamw8bit(model: nn.Module, mesh: DeviceMesh, *, lr: float) -> tuple[nn.Module, Optimizer]:
+    """bitsandbytes' 8-bit AdamW behind DDP."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return ddp(model, mesh), AdamW8bit(model.parameters(), lr=lr)
+
+
 def ddp_muon(model: nn.Module, mesh: DeviceMesh, *, lr: float, adamw_lr: float) -> tuple[nn.Module, Optimizer]:
     return ddp(model, mesh), muon_and_adamw(model, lr=lr, adamw_lr=adamw_lr)
 

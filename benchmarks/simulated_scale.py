@@ -2,6 +2,8 @@
 
     python benchmarks/simulated_scale.py [--model NAME] [--ranks 1024] [--rank 7] [--plan-only] [--json FILE]
 
+Planning a whole model for 1,024 ranks must take less than 10 s; more makes the exit status 1.
+
 One process stands for rank r of torch's fake process group; every combination runs in a process of its own, so that peak
 memory is its own. Three phases, with CPU seconds and resident memory:
 
@@ -16,7 +18,9 @@ What is left out, because it needs the bytes of the parameters: copying them int
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import math
 import multiprocessing
 import platform
 import resource
@@ -24,6 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+MOST_PLAN_SECONDS = {1024: 10.0}
 MODELS = ("deepseek-v3-671b", "kimi-k2")
 RANKS = (1024, 10240)
 
@@ -160,7 +165,14 @@ def main() -> None:
             )
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"python {platform.python_version()}, one process, CPU seconds; memory includes torch itself")
+    print(
+        f"{time.strftime('%Y-%m-%d')}, python {platform.python_version()}, torch {importlib.metadata.version('torch')}, "
+        "one process, CPU seconds; memory includes torch itself"
+    )
+    slow = [row for row in rows if row["plan_seconds"] > MOST_PLAN_SECONDS.get(row["ranks"], math.inf)]
+    for row in slow:
+        print(f"MISS  {row['model']} on {row['ranks']:,} ranks: planned in {row['plan_seconds']:.1f} s")
+    raise SystemExit(1 if slow else 0)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from vescale_optim import ShardedAdamW, ShardedMuon
+from vescale_optim import ShardedAdamW, ShardedAdamW8bit, ShardedMuon, ShardedShampoo, ShardedSOAP, muon_param_groups
 
 LR, ADAMW_LR = 1e-3, 1e-4
 
@@ -60,14 +60,31 @@ def sharded_adamw(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, Optimi
     return model, ShardedAdamW(model, mesh, lr=ADAMW_LR)
 
 
+def sharded_adamw8bit(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
+    return model, ShardedAdamW8bit(model, mesh, lr=ADAMW_LR)
+
+
+def sharded_shampoo(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
+    # Embedding and head to AdamW, as for Muon: their factors would be the work of the whole model once more.
+    return model, ShardedShampoo(muon_param_groups(model), mesh, lr=LR, start_preconditioning_step=1)
+
+
+def sharded_soap(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, Optimizer]:
+    return model, ShardedSOAP(muon_param_groups(model), mesh, lr=LR)
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """One of ours against its peers; `target` is the ratio to the first peer that we promise to stay under."""
+    """One of ours against its peers; `target` is the ratio to the first peer that we promise to stay under, if any.
+
+    Where `is_same`, the first peer computes the same update, so that the parameters of both must agree.
+    """
 
     name: str
     build: Build
     peers: dict[str, Build]
-    target: float
+    target: float | None = None
+    is_same: bool = True
 
 
 COMPARISONS = [
@@ -90,6 +107,15 @@ COMPARISONS = [
         },
         target=1.0,
     ),
+    Comparison(
+        "ShardedAdamW8bit",
+        sharded_adamw8bit,
+        {"DDP + bitsandbytes AdamW8bit": lambda model, mesh: peers.ddp_adamw8bit(model, mesh, lr=ADAMW_LR)},
+        is_same=False,  # bitsandbytes quantises differently
+    ),
+    # Their bare steps have peers in suite_step.py.
+    Comparison("ShardedShampoo", sharded_shampoo, {}),
+    Comparison("ShardedSOAP", sharded_soap, {}),
 ]
 
 
@@ -250,8 +276,8 @@ def compare_results(candidates: dict[str, Candidate]) -> dict[str, float]:
     """Largest parameter difference between ours and its DDP peer after equally many steps on the same batch."""
     differences = {}
     for comparison in COMPARISONS:
-        first_peer = next(iter(comparison.peers))
-        if comparison.name not in candidates or first_peer not in candidates:
+        first_peer = next(iter(comparison.peers), None)
+        if not comparison.is_same or comparison.name not in candidates or first_peer not in candidates:
             continue
         ours, theirs = (candidates[name].module.parameters() for name in (comparison.name, first_peer))
         differences[comparison.name] = max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))

@@ -1,9 +1,10 @@
-"""Does it train? A small GPT on the standard library's sources, with any optimizer of the suite, in a plain loop.
+"""Does it train? A small GPT on the standard library's sources, with any optimizers of the suite, in a plain loop.
 
     torchrun --nproc-per-node 2 benchmarks/train_gpt.py --optimizer muon
+    torchrun --nproc-per-node 2 benchmarks/train_gpt.py --optimizer adamw adamw8bit muon shampoo soap
 
-Runs on CPU (gloo) or CUDA (NCCL), also as one plain `python benchmarks/train_gpt.py`. Writes the run to
-benchmarks/results/train_gpt/NAME.json and the curves of all runs made so far to loss.png beside it.
+Runs on CPU (gloo) or CUDA (NCCL), also as one plain `python benchmarks/train_gpt.py`. Every optimizer sees the same tokens.
+Writes each run to benchmarks/results/train_gpt/NAME.json and the curves of all runs made so far to loss.png beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import peers
 import torch
 import torch.distributed as dist
-from gpt import GPT, Batches, GPTConfig, standard_library_text
+from gpt import GPT, Batches, GPTConfig, Text, standard_library_text
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.utils import clip_grad_norm_
@@ -30,23 +31,38 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from vescale_optim import ShardedAdamW, ShardedMuon
+from vescale_optim import ShardedAdamW, ShardedAdamW8bit, ShardedMuon, ShardedShampoo, ShardedSOAP
 
 Built = tuple[nn.Module, Optimizer]
-
-
-def muon(model: nn.Module, mesh: DeviceMesh, *, lr: float, adamw_lr: float) -> Built:
-    return model, ShardedMuon(model, mesh, lr=lr, adamw_lr=adamw_lr)
 
 
 def adamw(model: nn.Module, mesh: DeviceMesh, *, lr: float) -> Built:
     return model, ShardedAdamW(model, mesh, lr=lr)
 
 
+def adamw8bit(model: nn.Module, mesh: DeviceMesh, *, lr: float) -> Built:
+    return model, ShardedAdamW8bit(model, mesh, lr=lr)
+
+
+def muon(model: nn.Module, mesh: DeviceMesh, *, lr: float, adamw_lr: float) -> Built:
+    return model, ShardedMuon(model, mesh, lr=lr, adamw_lr=adamw_lr)
+
+
+def shampoo(model: nn.Module, mesh: DeviceMesh, *, lr: float, adamw_lr: float) -> Built:
+    return model, ShardedShampoo(model, mesh, lr=lr, adamw_lr=adamw_lr)
+
+
+def soap(model: nn.Module, mesh: DeviceMesh, *, lr: float, adamw_lr: float) -> Built:
+    return model, ShardedSOAP(model, mesh, lr=lr, adamw_lr=adamw_lr)
+
+
 # name: (constructor, its default learning rates)
 OPTIMIZERS: dict[str, tuple[Callable[..., Built], dict[str, float]]] = {
-    "muon": (muon, {"lr": 0.02, "adamw_lr": 3e-3}),
     "adamw": (adamw, {"lr": 3e-3}),
+    "adamw8bit": (adamw8bit, {"lr": 3e-3}),
+    "muon": (muon, {"lr": 0.02, "adamw_lr": 3e-3}),
+    "shampoo": (shampoo, {"lr": 1e-2, "adamw_lr": 3e-3}),
+    "soap": (soap, {"lr": 1e-2, "adamw_lr": 3e-3}),
     "ddp-muon": (peers.ddp_muon, {"lr": 0.02, "adamw_lr": 3e-3}),
     "ddp-adamw": (peers.ddp_adamw, {"lr": 3e-3}),
 }
@@ -54,8 +70,20 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Built], dict[str, float]]] = {
 
 def main() -> None:
     args = parse_arguments()
-    device, rank, world_size = start_process_group(args.device)
+    device, _, world_size = start_process_group(args.device)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+    text = standard_library_text()
+    for name in args.optimizer:
+        run = train(name, text, mesh, device, args)
+        if mesh.get_rank() == 0:
+            report(run, args.out, args.picture or args.out / "loss.png")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(name: str, text: Text, mesh: DeviceMesh, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Train a fresh model, the same one for every optimizer, and return what happened."""
+    rank, world_size = mesh.get_rank(), mesh.size()
     torch.manual_seed(args.seed)
     config = GPTConfig(
         context=args.context, layers=args.layers, width=args.width, heads=args.heads, tied=args.tied
@@ -63,12 +91,11 @@ def main() -> None:
     model = GPT(config).to(device)
     num_parameters = model.num_parameters()
 
-    build, learning_rates = OPTIMIZERS[args.optimizer]
+    build, learning_rates = OPTIMIZERS[name]
     learning_rates = learning_rates | ({} if args.lr is None else {"lr": args.lr})
     model, optimizer = build(model, mesh, **learning_rates)
     scheduler = LambdaLR(optimizer, lambda step: schedule(step, args.steps))
 
-    text = standard_library_text()
     where = dict(context=args.context, batch=args.batch, rank=rank, world_size=world_size)
     batches = Batches(text.train, seed=args.seed, **where)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bf16")
@@ -85,7 +112,8 @@ def main() -> None:
     train_loss = torch.zeros((), device=device)
     seconds = window_seconds = 0.0
     if rank == 0:
-        print(f"{num_parameters:,} parameters, {len(text.train) / 1e6:.1f} MB of text, {world_size} x {device.type}")
+        size = f"{num_parameters:,} parameters, {len(text.train) / 1e6:.1f} MB of text, {world_size} x {device.type}"
+        print(size if len(args.optimizer) == 1 else f"{name}: {size}")
     bar = tqdm(total=args.steps, disable=rank != 0, mininterval=0.5 if sys.stderr.isatty() else 15, unit="step")
     for step in range(args.steps + 1):
         if step % args.validate_every == 0 or step == args.steps:
@@ -124,30 +152,25 @@ def main() -> None:
         bar.update()
     bar.close()
 
-    state = gather_numbers(peers.state_bytes(optimizer), device)
-    if rank == 0:
-        run = {
-            "name": args.name or default_name(args, device, world_size),
-            "optimizer": args.optimizer,
-            "learning_rates": learning_rates,
-            "model": asdict(config),
-            "num_parameters": num_parameters,
-            "world_size": world_size,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "dtype": args.dtype,
-            "batch_per_rank": args.batch,
-            "torch": torch.__version__,
-            "state_bytes_per_rank": state,
-            "log": log,
-        }
-        report(run, args.out)
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "name": args.name or default_name(name, args, device, world_size),
+        "optimizer": name,
+        "learning_rates": learning_rates,
+        "model": asdict(config),
+        "num_parameters": num_parameters,
+        "world_size": world_size,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "dtype": args.dtype,
+        "batch_per_rank": args.batch,
+        "torch": torch.__version__,
+        "state_bytes_per_rank": gather_numbers(peers.state_bytes(optimizer), device),
+        "log": log,
+    }
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="muon")
+    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=["muon"], help="trained one after the other")
     parser.add_argument("--lr", type=float, help="instead of the optimizer's default")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
@@ -161,9 +184,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--validate-every", type=int, default=25)
     parser.add_argument("--validation-batches", type=int, default=4)
-    parser.add_argument("--name", help="name of the run; the same name replaces it")
+    parser.add_argument("--name", help="name of the one run; the same name replaces it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "train_gpt")
+    parser.add_argument("--picture", type=Path, help="where the curves go; default: loss.png under --out")
     args = parser.parse_args()
+    if args.name and len(args.optimizer) > 1:
+        parser.error("--name is for one optimizer")
     args.unusual = [
         f"{key.replace('_', '-')}{'' if value is True else value}"
         for key, value in vars(args).items()
@@ -173,8 +199,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def default_name(args: argparse.Namespace, device: torch.device, world_size: int) -> str:
-    return "_".join([args.optimizer, f"{world_size}x{device.type}", *args.unusual])
+def default_name(optimizer: str, args: argparse.Namespace, device: torch.device, world_size: int) -> str:
+    return "_".join([optimizer, f"{world_size}x{device.type}", *args.unusual])
 
 
 def start_process_group(device_type: str | None) -> tuple[torch.device, int, int]:
@@ -214,7 +240,7 @@ def gather_numbers(number: int, device: torch.device) -> list[int]:
     return [int(n) for n in numbers]
 
 
-def report(run: dict[str, Any], directory: Path) -> None:
+def report(run: dict[str, Any], directory: Path, picture: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{run['name']}.json"
     file.write_text(json.dumps(run, indent=1).replace("NaN", "null"))
@@ -222,7 +248,6 @@ def report(run: dict[str, Any], directory: Path) -> None:
     print(f"validation loss {first['validation_loss']:.3f} -> {last['validation_loss']:.3f} in {last['seconds']:.0f} s")
     per_rank = ", ".join(f"{n / 2**20:.2f}" for n in run["state_bytes_per_rank"])
     print(f"optimizer state per rank: {per_rank} MiB")
-    picture = directory / "loss.png"
     runs = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
     plot(runs, picture)
     print(f"wrote {file} and, with {len(runs)} run(s), {picture}")
@@ -236,11 +261,12 @@ def plot(runs: list[dict[str, Any]], picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout="constrained")
-    for run in runs:
+    for run in sorted(runs, key=lambda run: -run["log"][-1]["validation_loss"]):
         losses = [point["validation_loss"] for point in run["log"]]
         for axis, unit, scale in ((axes[0], "tokens", 1e-6), (axes[1], "seconds", 1.0)):
             line = "--" if run["optimizer"].startswith("ddp") else "-"
-            axis.plot([point[unit] * scale for point in run["log"]], losses, line, label=f"{run['name']} ({losses[-1]:.3f})")
+            label = f"{losses[-1]:.3f}  {run['name'].replace('_', ' ')}"
+            axis.plot([point[unit] * scale for point in run["log"]], losses, line, label=label)
     # The drop from a uniform guess would press all that matters into the lower third.
     top = max((run["log"][1:] or run["log"])[0]["validation_loss"] for run in runs) + 0.1
     axes[0].set(xlabel="million tokens", ylabel="validation loss, nats per byte", ylim=(None, top))

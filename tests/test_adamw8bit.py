@@ -375,6 +375,8 @@ def test_runs_join_neighbours_only() -> None:
             for name, part in zip(("state1", "state2", "absmax1", "absmax2"), parts[2:], strict=True):
                 result.state.setdefault(name, []).append(part)
             result.blocks.append(Blocks.flat((numel,), 256))
+            result.units.append(range(count))
+            result.whole.append(range(count))
             start, scale = start + numel + gap, scale + count
         return result
 

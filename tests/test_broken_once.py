@@ -112,7 +112,9 @@ def no_cycles(rank: int, world_size: int, mesh: Any) -> int:
     optimizer = ShardedMuon(model.named_parameters(), mesh)
     model(X).sum().backward()
     optimizer.step()
-    watched = [weakref.ref(optimizer), weakref.ref(optimizer._storage), weakref.ref(optimizer._storage.reduction)]
+    storage = optimizer._storages["replicated"]
+    watched = [weakref.ref(optimizer), weakref.ref(storage), weakref.ref(storage.reduction)]
+    del storage
     del optimizer
     alive = sum(reference() is not None for reference in watched)
     hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())

@@ -18,9 +18,11 @@ from torch import nn
 from tests.support.ranks import run_ranks
 from vescale_optim import ShardedMuon
 from vescale_optim.capacity import model_shapes
+from vescale_optim.capacity.amounts import format_bytes, format_flops
 from vescale_optim.capacity.declared import declare, find_optimizer
 from vescale_optim.capacity.model_shapes import ModelShapes, read_model
-from vescale_optim.capacity.report import Setting, format_bytes, report_on
+from vescale_optim.capacity.report import report_on
+from vescale_optim.capacity.setting import Setting
 from vescale_optim.capacity.storages import plan_replicated
 from vescale_optim.cli import main
 
@@ -117,7 +119,7 @@ def test_it_runs_as_a_module_without_a_process_group(listed: Path) -> None:
 
 def plans_of_optimizer(rank: int, world_size: int, mesh: Any, bucket_mib: float) -> Any:
     optimizer = ShardedMuon(Decoder(), mesh, bucket_mib=bucket_mib)
-    return [bucket.plan for bucket in optimizer._storage.buckets], optimizer._storage.loads
+    return [bucket.plan for bucket in optimizer._storages["replicated"].buckets], optimizer._storages["replicated"].loads
 
 
 @pytest.mark.parametrize("bucket_mib", [0.05, 16])
@@ -189,7 +191,32 @@ def test_storage_is_replicated_where_it_fits_a_device(listed: Path, capsys: Any)
     assert "storage: replicated" in out
     _, out, _ = run(capsys, "--model", str(listed), "--ranks", "4", "--device-gib", "0.0001")
     assert "storage: sharded" in out
-    assert "exceed 107 kB of a device" in " ".join(out.split())
+    assert "exceed the 107 kB of a device" in " ".join(out.split())
+
+
+def test_buffers_count_where_parameters_are_to_fit(listed: Path) -> None:
+    declaration = declare(read_model(str(listed), torch.bfloat16), ShardedMuon)
+    memory = {row.name: row.largest for row in report_on("tiny", declaration, Setting(num_ranks=4)).memory}
+    without = memory["total"] - memory["communication buffers"]
+    for room, storage in ((memory["total"], "replicated"), (memory["total"] - 1, "sharded"), (without, "sharded")):
+        assert report_on("tiny", declaration, Setting(num_ranks=4, device_bytes=room)).storage == storage
+
+
+def test_what_does_not_fit_a_device_is_said(listed: Path, capsys: Any) -> None:
+    _, out, _ = run(capsys, "--model", str(listed), "--ranks", "4")
+    assert "give more --ranks" not in out
+    _, out, _ = run(capsys, "--model", str(listed), "--ranks", "4", "--device-gib", "0.0001")
+    assert "exceed the 107 kB of a device; give more --ranks" in out
+
+
+def test_a_unit_too_costly_for_any_balance_is_named(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps([["layers.0.large", [512, 512]], *([f"layers.0.{i}", [32, 32]] for i in range(15))]))
+    _, out, _ = run(capsys, "--model", str(path), "--ranks", "16")
+    (line,) = (line for line in " ".join(out.split()).split("owners: ")[1:])
+    # Newton-Schulz costs as the third power of the width: 16 ranks, 1 + 15 / 4096 of the large matrix in all.
+    assert f"{16 / (1 + 15 / 4096):.3f} times the mean" in line
+    assert f"the costliest unit, which cannot be divided, is {16 / (1 + 15 / 4096):.3f} alone" in line
 
 
 @pytest.mark.parametrize(
@@ -197,6 +224,11 @@ def test_storage_is_replicated_where_it_fits_a_device(listed: Path, capsys: Any)
 )
 def test_bytes_are_short(value: float, text: str) -> None:
     assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize("value, text", [(0, "0.00 MFLOP"), (5.5e12, "5.50 TFLOP"), (1.342e18, "1,342 PFLOP")])
+def test_flops_are_short(value: float, text: str) -> None:
+    assert format_flops(value) == text
 
 
 # -- what it reads ---------------------------------------------------------------------------------------------------
@@ -268,6 +300,20 @@ def test_a_config_is_built_by_transformers(tmp_path: Path, monkeypatch: pytest.M
         assert model.module is not None
         assert [name for name, _ in model.parameters] == [name for name, _ in shapes()]
         assert all(param.is_meta for _, param in model.parameters)
+
+
+def test_a_config_says_which_class_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "tiny"}))
+    stand_in = types.ModuleType("transformers")
+    settings = types.SimpleNamespace(architectures=["DecoderForSomething"])
+    stand_in.AutoConfig = types.SimpleNamespace(from_pretrained=lambda path, local_files_only: settings)
+    stand_in.AutoModelForCausalLM = types.SimpleNamespace(from_config=lambda settings: nn.Linear(2, 2))
+    stand_in.DecoderForSomething = lambda settings: Decoder()
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    monkeypatch.setattr(model_shapes, "_has_transformers", lambda: True)
+    assert type(read_model(str(tmp_path), torch.bfloat16).module) is Decoder
+    settings.architectures = ["OfAnotherPackage"]
+    assert type(read_model(str(tmp_path), torch.bfloat16).module) is nn.Linear
 
 
 def test_layers_are_found_in_names() -> None:

@@ -39,7 +39,7 @@ def measure(rank: int, world_size: int, mesh: Any, kind: str, width: int, layers
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, RaggedTensor)]
     held = sum(tensor.to_local().numel() * 4 for tensor in tensors)
     total = sum(tensor.numel() * 4 for tensor in tensors)
-    storage = optimizer._storage
+    storage = optimizer._storages["replicated"]
     padding = sum(b.plan.padding for b in storage.buckets) / sum(p.numel() for p in model.parameters())
     return held, total, padding, storage.loads, optimizer.describe(), len(storage.buckets)
 

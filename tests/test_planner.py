@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import padding
 from vescale_optim.sharding.planner import BufferPlan, TensorBlocks, plan_buffer
 from vescale_optim.sharding.planning import bounds
 from vescale_optim.sharding.planning.packing import as_runs, end_of_order, end_of_run, make_item, smallest_shard
@@ -337,6 +339,23 @@ def test_segments_save_what_mixed_row_lengths_cost_one_buffer(
     assert one_buffer is not None
     assert plan.numel < one_buffer * num_ranks
     assert "tensor" in plan.driver
+
+
+def published_cases() -> list[tuple[str, str, int, int]]:
+    """The layers with a target, and one layer of every model at few and at many ranks."""
+    few = [(model, "layers.1", rows, ranks) for model in padding.read_models() for rows, ranks in ((1, 8), (32, 256))]
+    return [*padding.TARGETS, *few]
+
+
+@pytest.mark.parametrize(("model", "group", "rows", "num_ranks"), published_cases())
+def test_published_layers_pad_no_more_than_with_any_other_planner(
+    model: str, group: str, rows: int, num_ranks: int
+) -> None:
+    """All 832 rows: `python benchmarks/padding.py`."""
+    layers = padding.read_models()[model]["distinct_groups"]
+    row = padding.measure(model, next(layer for layer in layers if group in layer["groups"]), rows, num_ranks)
+    assert row.lower_bound - 1e-9 <= row.ours <= min(row.published, row.fsdp2, row.megatron) + 1e-9
+    assert row.ours <= padding.TARGETS.get((model, group, rows, num_ranks), math.inf)
 
 
 def test_the_callers_order_is_kept_where_it_costs_nothing() -> None:

@@ -449,8 +449,6 @@ def refuse_everything_else(rank, world_size, mesh):
         (lambda: x.argmax(), "argmax"),
         (lambda: x.cumsum(0), "cumsum"),
         (lambda: x.sort(), "sort"),
-        (lambda: x.normal_(), "normal_"),
-        (lambda: torch.nn.functional.dropout(x), "bernoulli"),
         (lambda: torch.rand_like(x), "rand_like"),
         (lambda: torch.cat([x, x]), "cat"),
         (lambda: list(x), "unbind"),
@@ -980,3 +978,16 @@ def differentiate(rank, world_size, mesh):
 @pytest.mark.skipif(ragged_torch_2_11.IS_NEEDED, reason="torch 2.11 accumulates by stock DTensor ops")
 def test_gradients_follow_the_layout():
     run_ranks(3, differentiate)
+
+
+def draw_in_place(rank, world_size, mesh):
+    tensor = RaggedTensor.from_local(torch.zeros(6 if rank == 0 else 29), mesh, RaggedShard.from_numels((5, 7), (6, 29)), (5, 7))
+    torch.manual_seed(3)
+    torch.nn.init.normal_(tensor)
+    torch.manual_seed(3)
+    expected = torch.nn.init.normal_(torch.empty(5, 7))
+    return torch.equal(tensor.full_tensor(), expected)
+
+
+def test_a_random_fill_draws_what_one_device_draws():
+    assert run_ranks(2, draw_in_place) == [True, True]

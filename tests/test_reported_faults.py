@@ -215,7 +215,7 @@ def bytes_beyond_parameters(rank: int, world_size: int, mesh: Any) -> tuple[int,
         torch.stack([p.square().sum() for p in model]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    storage = optimizer._storage
+    storage = optimizer._storages["replicated"]
     pool = sum(buffer.numel() * buffer.element_size() for buffer in storage.reduction._pool._free)
     return pool, sum(p.numel() * p.element_size() for p in model)
 

@@ -114,9 +114,11 @@ def test_parameters_unused_somewhere_or_everywhere_and_frozen_ones(world_size: i
     frozen = ("wide",)
     results = run_ranks(world_size, train, ARGUMENTS, SHAPES, torch.float32, unused, frozen)
     steps = [{n: g for n, g in mean.items() if n not in frozen} for mean in means(SHAPES, world_size, unused=unused)]
-    expected = after_steps(Shampoo(parameter_values(SHAPES), **REFERENCE), steps)
+    start = parameter_values(SHAPES)
+    trained = {name: value for name, value in start.items() if name not in frozen}
+    expected = after_steps(Shampoo(trained, **REFERENCE), steps)
     for values, _ in results:
-        assert_equal(values, expected)
+        assert_equal(values, {name: expected.get(name, start[name]) for name in SHAPES})
     assert torch.equal(expected["row"], parameter_values(SHAPES)["row"])
 
 
@@ -161,9 +163,42 @@ def test_batches_of_tiles_step_like_single_ones() -> None:
 def test_tiles_take_turns() -> None:
     """300 x 50 by 32 are 20 tiles: all at the start, then some in each step."""
     group = dict(precondition_frequency=10, start_preconditioning_step=-1)
-    due = [[is_due(index, step, group) for index in range(20)] for step in range(1, 41)]
+    due = [[is_due(turn, step, group) for turn in range(20)] for step in range(1, 41)]
     assert [sum(flags) for flags in due] == [0] * 9 + [20] + [2] * 30
-    assert all(sum(flags[index] for flags in due[10:20]) == 1 for index in range(20))
+    assert all(sum(flags[turn] for flags in due[10:20]) == 1 for turn in range(20))
+
+
+def count_roots(rank: int, world_size: int, mesh: Any, shapes: dict[str, tuple[int, ...]], steps: int) -> list[list[int]]:
+    """Sizes of the factors whose roots this rank computes, step by step."""
+    sizes: list[list[int]] = []
+    original = shampoo.inverse_root
+
+    def counting(factors: Tensor, *args: Any, **options: Any) -> Any:
+        sizes[-1].append(len(factors))
+        return original(factors, *args, **options)
+
+    module = parameter_module(parameter_values(shapes))
+    optimizer = ShardedShampoo(module.named_parameters(), mesh, precondition_frequency=3, start_preconditioning_step=1)
+    shampoo.inverse_root = counting
+    try:
+        for step in range(steps):
+            sizes.append([])
+            backward(module.named_parameters(), rank_gradients(shapes, world_size, seed=step).of_rank(rank))
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        shampoo.inverse_root = original
+    return sizes
+
+
+def test_matrices_of_one_tile_take_turns_shape_by_shape() -> None:
+    """Three layers of two matrices at a frequency of 3: every step recomputes a large and a small one, on any ranks."""
+    layers = {f"{name}{layer}": shape for layer in range(3) for name, shape in (("up", (12, 8)), ("out", (8, 8)))}
+    for world_size in (1, 2):
+        ranks = run_ranks(world_size, count_roots, layers, 7)
+        first, *later = [sorted(size for sizes in ranks for size in sizes[step]) for step in range(7)]
+        assert first == [8] * 9 + [12] * 3
+        assert later == [[8, 8, 8, 12]] * 6
 
 
 # Every hyperparameter: its value here, and what it is called in the reference.
@@ -187,6 +222,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nesterov": (dict(momentum=0.9, nesterov=True), dict(momentum=0.9, nesterov=True)),
     "root_inv_override": (dict(root_inv_override=2), dict(root=2)),
     "matrix_eps": (dict(matrix_eps=0.1), dict(matrix_eps=0.1)),
+    "adamw_lr": (dict(adamw_lr=0.5), dict(adamw=dict(lr=0.5))),
+    "adamw_betas": (dict(adamw_betas=(0.1, 0.2)), dict(adamw=dict(betas=(0.1, 0.2)))),
+    "adamw_eps": (dict(adamw_eps=0.3), dict(adamw=dict(eps=0.3))),
+    "adamw_weight_decay": (dict(adamw_weight_decay=0.4), dict(adamw=dict(weight_decay=0.4))),
 }
 
 
@@ -205,20 +244,9 @@ def test_every_hyperparameter_acts_as_in_the_formulas(variant: str, small_result
     arguments, _ = VARIANTS[variant]
     for values, _ in run_ranks(2, train, {**ARGUMENTS, **arguments}, SMALL):
         assert_equal(values, small_results[variant])
-    assert all(not torch.equal(small_results[variant][n], small_results["default"][n]) for n in ("even", "stack"))
+    moved = ("bias",) if variant.startswith("adamw") else ("even", "stack")
+    assert all(not torch.equal(small_results[variant][n], small_results["default"][n]) for n in moved)
     assert small_results["nesterov"]["even"].ne(small_results["momentum"]["even"]).any()
-
-
-def adamw_lr(rank: int, world_size: int, mesh: Any) -> list[float]:
-    module = parameter_module(parameter_values(SMALL))
-    optimizer = ShardedShampoo(
-        module.named_parameters(), mesh, adamw_lr=0.5, adamw_betas=(0.1, 0.2), adamw_eps=0.3, adamw_weight_decay=0.4
-    )
-    return [optimizer.param_groups[1][key] for key in ("lr", "betas", "eps", "weight_decay", "algorithm")]
-
-
-def test_vectors_go_to_adamw_with_their_own_hyperparameters() -> None:
-    assert run_ranks(1, adamw_lr)[0] == [0.5, (0.1, 0.2), 0.3, 0.4, "adamw"]
 
 
 INVALID = [
@@ -251,17 +279,29 @@ def test_invalid_hyperparameters_raise_and_name_the_allowed_range() -> None:
     run_ranks(1, construct, INVALID)
 
 
-def raise_momentum_later(rank: int, world_size: int, mesh: Any) -> None:
+def raise_later(rank: int, world_size: int, mesh: Any, changes: list[tuple[dict[str, Any], str]]) -> dict[str, Tensor]:
+    """Ranks beyond the first own no tile of the one matrix."""
     module = parameter_module(parameter_values({"w": (4, 4)}))
-    optimizer = ShardedShampoo(module.named_parameters(), mesh)
-    optimizer.param_groups[0]["momentum"] = 0.9
-    backward(module.named_parameters(), rank_gradients({"w": (4, 4)}, 1).of_rank(0))
-    with pytest.raises(RuntimeError, match=r"parameter 'w' has no state \['momentum_buffer'\].*at construction"):
-        optimizer.step()
+    optimizer = ShardedShampoo(module.named_parameters(), mesh, grafting="sgd", start_preconditioning_step=1)
+    before = values_of(module)
+    for change, missing in changes:
+        group = optimizer.param_groups[0]
+        kept = {name: group[name] for name in change}
+        group.update(change)
+        backward(module.named_parameters(), rank_gradients({"w": (4, 4)}, world_size).of_rank(rank))
+        with pytest.raises(RuntimeError, match=rf"parameter 'w' has no state \['{missing}'\].*at construction"):
+            optimizer.step()
+        assert_equal(values_of(module), before)
+        group.update(kept)
+    optimizer.step()
+    return values_of(module)
 
 
-def test_hyperparameters_that_need_state_cannot_come_later() -> None:
-    run_ranks(1, raise_momentum_later)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hyperparameters_that_need_state_cannot_come_later(world_size: int) -> None:
+    changes = [(dict(momentum=0.9), "momentum_buffer"), (dict(grafting="adam"), "grafting_sq")]
+    for values in run_ranks(world_size, raise_later, changes):
+        assert not torch.equal(values["w"], parameter_values({"w": (4, 4)})["w"])
 
 
 # -- how matrices lie in parameters ----------------------------------------------------------------------------------

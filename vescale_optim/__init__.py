@@ -1,5 +1,6 @@
 """Optimizers for sharded training in PyTorch: blocks first, then the sharding."""
 
+from vescale_optim.clipping import clip_grad_norm_
 from vescale_optim.optimizers.adamw import ShardedAdamW
 from vescale_optim.optimizers.adamw8bit import ShardedAdamW8bit
 from vescale_optim.optimizers.base import ShardedOptimizer
@@ -28,6 +29,7 @@ __all__ = [
     "StateSpec",
     "TensorBlocks",
     "Units",
+    "clip_grad_norm_",
     "muon_param_groups",
     "plan_buffer",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 
-from vescale_optim.capacity.declared import declare, find_optimizer
+from vescale_optim.capacity.declared import declare, find_optimizer, known_optimizers
 from vescale_optim.capacity.model_shapes import read_model
-from vescale_optim.capacity.report import CapacityReport, Setting, SweepPoint, report_on, sweep
+from vescale_optim.capacity.report import CapacityReport, SweepPoint, report_on, sweep
+from vescale_optim.capacity.setting import Setting
 from vescale_optim.capacity.tables import render, render_sweep
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -35,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader, `head` or a pager, has seen enough; what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
@@ -144,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--ranks", type=_positive, required=True, help="devices that shard one replica")
     plan.add_argument("--replicas", type=_positive, default=1, help="devices that hold the same shards (HSDP); default 1")
-    plan.add_argument("--optimizer", default="muon", help="muon, adamw, ..., or module:Class of your own; default muon")
+    plan.add_argument("--optimizer", default="muon", help=f"{', '.join(known_optimizers())}, or module:Class; default muon")
     plan.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the parameters; default bf16")
     plan.add_argument("--master-dtype", choices=("fp32",), help="a wider copy of the parameters, sharded")
     plan.add_argument("--grad-dtype", choices=DTYPES, help="of the gradients; default that of the parameters")

@@ -43,13 +43,29 @@ def tiles_of(tensor: Tensor, block: int) -> list[Tensor]:
     ]
 
 
+def turns_of_tiles(params: Mapping[str, Tensor], block: int) -> dict[tuple[str, int], int]:
+    """By name and tile: a number for every tile of all matrices, shape by shape in ascending order."""
+    shapes = {
+        (name, index): tuple(tile.shape)
+        for name, value in params.items()
+        if value.ndim >= 2
+        for index, tile in enumerate(tiles_of(value, block))
+    }
+    turns: dict[tuple[str, int], int] = {}
+    for shape in sorted(set(shapes.values())):
+        for key in shapes:
+            if shapes[key] == shape:
+                turns[key] = len(turns)
+    return turns
+
+
 class TiledReference:
     """Parameters on one device: matrices go tile by tile to `direction`, the rest to AdamW.
 
     Subclasses say what a tile does in a step, and how the parameter takes the directions.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], block: int) -> None:
+    def __init__(self, params: Mapping[str, Tensor], block: int, adamw: Mapping[str, Any] | None) -> None:
         self.params = {name: value.detach().clone() for name, value in params.items()}
         self.block = block
         self.steps = dict.fromkeys(params, 0)
@@ -58,13 +74,15 @@ class TiledReference:
             for name, value in self.params.items()
             if value.ndim >= 2
         }
+        self.turns = turns_of_tiles(self.params, block)
         self.others = {name: nn.Parameter(value) for name, value in self.params.items() if value.ndim < 2}
-        self.adamw = {name: torch.optim.AdamW([p], fused=True, **ADAMW) for name, p in self.others.items()}
+        arguments = {**ADAMW, **(adamw or {})}
+        self.adamw = {name: torch.optim.AdamW([p], fused=True, **arguments) for name, p in self.others.items()}
 
     def initial(self, rows: int, columns: int) -> dict[str, Any]:
         raise NotImplementedError
 
-    def direction(self, state: dict[str, Any], gradient: Tensor, step: int, index: int) -> Tensor:
+    def direction(self, state: dict[str, Any], gradient: Tensor, step: int, turn: int) -> Tensor:
         raise NotImplementedError
 
     def update(self, param: Tensor, direction: Tensor, step: int) -> None:
@@ -83,7 +101,7 @@ class TiledReference:
             direction = torch.empty(grad.shape)
             pieces = zip(self.tiles[name], tiles_of(grad, self.block), tiles_of(direction, self.block), strict=True)
             for index, (state, gradient, target) in enumerate(pieces):
-                target.copy_(self.direction(state, own(gradient.float()), self.steps[name], index))
+                target.copy_(self.direction(state, own(gradient.float()), self.steps[name], self.turns[name, index]))
             self.update(self.params[name], direction, self.steps[name])
 
     def state(self, name: str, *keys: str) -> Tensor:
@@ -109,12 +127,13 @@ class Shampoo(TiledReference):
         nesterov: bool = False,
         root: float = 4,
         matrix_eps: float = 1e-6,
+        adamw: Mapping[str, Any] | None = None,
     ) -> None:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.frequency, self.start = frequency, frequency if start is None else start
         self.grafting, self.grafting_eps, self.momentum, self.nesterov = grafting, grafting_eps, momentum, nesterov
         self.root, self.matrix_eps = root, matrix_eps
-        super().__init__(params, block)
+        super().__init__(params, block, adamw)
 
     def initial(self, rows: int, columns: int) -> dict[str, Any]:
         return {
@@ -125,11 +144,11 @@ class Shampoo(TiledReference):
             **{name: torch.zeros(rows, columns) for name in ("first", "second", "momentum")},
         }
 
-    def direction(self, state: dict[str, Any], gradient: Tensor, step: int, index: int) -> Tensor:
+    def direction(self, state: dict[str, Any], gradient: Tensor, step: int, turn: int) -> Tensor:
         beta1, beta2 = self.betas
         for side, gram in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
             state[side] = state[side] + gram if beta2 == 1 else torch.lerp(state[side], gram, 1 - beta2)
-        first_time, takes_turn = step == self.start, step % self.frequency == index % self.frequency
+        first_time, takes_turn = step == self.start, step % self.frequency == turn % self.frequency
         if first_time or (step > self.start and takes_turn):
             for side in ("left", "right"):
                 state[f"{side} root"] = self.inverse_root(state[side] / corrected(beta2, step))

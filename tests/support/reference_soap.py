@@ -40,10 +40,11 @@ class SOAP(TiledReference):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         frequency: int = 10,
+        adamw: Mapping[str, Any] | None = None,
     ) -> None:
         self.lr, self.betas, self.eps, self.weight_decay, self.frequency = lr, betas, eps, weight_decay, frequency
         self.factor_beta = betas[1] if shampoo_beta is None else shampoo_beta
-        super().__init__(params, block)
+        super().__init__(params, block, adamw)
 
     def initial(self, rows: int, columns: int) -> dict[str, Any]:
         return {
@@ -53,7 +54,7 @@ class SOAP(TiledReference):
             "second": torch.zeros(rows, columns),
         }
 
-    def direction(self, state: dict[str, Any], gradient: Tensor, step: int, index: int) -> Tensor:
+    def direction(self, state: dict[str, Any], gradient: Tensor, step: int, turn: int) -> Tensor:
         if "left basis" not in state:
             if gradient.any():
                 self.start(state, gradient)
@@ -66,7 +67,7 @@ class SOAP(TiledReference):
         adam = state["first"] / (state["second"].sqrt() + self.eps)
         result = (left @ adam) @ right.T
         self.add_grams(state, gradient)
-        if (step - 1) % self.frequency == index % self.frequency:
+        if (step - 1) % self.frequency == turn % self.frequency:
             self.refresh(state)
         return result
 

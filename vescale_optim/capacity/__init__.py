@@ -4,6 +4,7 @@
     declared         what an optimizer declares about them: blocks, FLOPs, state
     storages         buckets and owners, for replicated and for sharded parameters
     report           bytes, FLOPs and padding of such a plan; the sweep over numbers of ranks
+    rank_bytes       memory and traffic of a rank
     peers            padding of other planners that keep the same blocks whole
     tables, pictures how a report is shown
 

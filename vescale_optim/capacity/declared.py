@@ -1,7 +1,6 @@
 """declare: what an optimizer declares about the parameters of a model: blocks, FLOPs, state. No ranks are needed.
 
-The optimizer is the real one, made over the meta device: its groups, its routing and its rules are the code that trains.
-Only its storage is left out, which would want a process group.
+The optimizer is the real one, made over the meta device (see `make_declaring`).
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 import vescale_optim
 from vescale_optim.capacity.model_shapes import ModelShapes, layer_of
 from vescale_optim.optimizers.base import ShardedOptimizer
+from vescale_optim.optimizers.declaring import make_declaring
 from vescale_optim.optimizers.groups import names_of
 from vescale_optim.optimizers.muon import ShardedMuon
 from vescale_optim.optimizers.rule import StateSpec
@@ -68,43 +67,22 @@ class Declaration:
     notes: tuple[str, ...]
 
 
-class _RanksWithoutGroup(DeviceMesh):
-    """Stands for a mesh where only its size matters: there is no process group behind it."""
-
-    def __init__(self, size: int) -> None:
-        self._num_ranks = size
-
-    @property
-    def ndim(self) -> int:
-        return 1
-
-    def size(self, mesh_dim: int | None = None) -> int:
-        return self._num_ranks
-
-
-class _WithoutStorage:
-    """Mixed into an optimizer class: groups and rules as ever, nothing planned, re-homed or sent."""
-
-    def _manage_new_parameters(self) -> None:
-        return
-
-
-def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype that may be given by its name in torch."""
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
-def find_optimizer(name: str) -> type[ShardedOptimizer]:
-    """The class called `name`: "muon" for ShardedMuon and so on, or "module:Class" for your own.
-
-    Raises:
-        ValueError: there is no such class.
-    """
-    known = {
+def known_optimizers() -> dict[str, type[ShardedOptimizer]]:
+    """The package's own, by their short names: "muon" for ShardedMuon and so on."""
+    return {
         attribute.removeprefix("Sharded").lower(): getattr(vescale_optim, attribute)
         for attribute in vescale_optim.__all__
         if attribute.startswith("Sharded") and attribute != "ShardedOptimizer"
     }
+
+
+def find_optimizer(name: str) -> type[ShardedOptimizer]:
+    """The class called `name`: one of `known_optimizers`, or "module:Class" for your own.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    known = known_optimizers()
     if name.lower() in known:
         return known[name.lower()]
     module_name, _, attribute = name.rpartition(":")
@@ -125,11 +103,10 @@ def declare(
     Args:
         master_dtype, options: as the optimizer takes them.
     """
-    bare = type(optimizer.__name__, (_WithoutStorage, optimizer), {})
     params, notes = _groups(model, optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = bare(params, _RanksWithoutGroup(1), master_dtype=master_dtype, **options)
+        made = make_declaring(optimizer, params, master_dtype=master_dtype, **options)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
     # Where the names told which tensors are embeddings, a tall matrix inside a layer is none.
     notes += [text for text in said if not (notes and "looks like an embedding" in text)]
@@ -158,8 +135,8 @@ def _declared(optimizer: ShardedOptimizer, master_dtype: torch.dtype | None) -> 
     for number, group in enumerate(optimizer.param_groups):
         rule = optimizer.rule_of(group)
         algorithm = group.get("algorithm") or type(optimizer).__name__.removeprefix("Sharded").lower()
-        # What Newton-Schulz reads and writes anyway; other rules compute in fp32.
-        wire_itemsize = dtype_named(group["ns_dtype"]).itemsize if "ns_dtype" in group else 4
+        # Rules that do not say compute in fp32.
+        wire_itemsize = (rule.wire_dtype(group) or torch.float32).itemsize
         known: dict[tuple[Any, ...], tuple[TensorBlocks, tuple[StateSpec, ...]]] = {}
         for name, param in zip(names_of(group, number), group["params"], strict=True):
             if not param.requires_grad:

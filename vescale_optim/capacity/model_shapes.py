@@ -108,11 +108,15 @@ def _from_config(config: Path, dtype: torch.dtype) -> ModelShapes:
         )
     transformers = importlib.import_module("transformers")
     settings = transformers.AutoConfig.from_pretrained(str(config), local_files_only=True)
+    named = [getattr(transformers, name, None) for name in getattr(settings, "architectures", None) or ()]
     with torch.device("meta"):
-        try:
-            model = transformers.AutoModelForCausalLM.from_config(settings)
-        except ValueError:  # no language model
-            model = transformers.AutoModel.from_config(settings)
+        if named and named[0] is not None:
+            model = named[0](settings)
+        else:
+            try:
+                model = transformers.AutoModelForCausalLM.from_config(settings)
+            except ValueError:  # no language model
+                model = transformers.AutoModel.from_config(settings)
     return _from_module(config.resolve().parent.name, model, dtype)
 
 

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vescale_optim.capacity.report import CapacityReport, SweepPoint, format_bytes
+from vescale_optim.capacity.amounts import format_bytes
+from vescale_optim.capacity.report import CapacityReport, SweepPoint
 from vescale_optim.capacity.storages import PlannedBucket
+from vescale_optim.sharding.planner import BufferPlan
 
 # Colour-blind safe, in the order of their use (Okabe and Ito, and three tints); padding has none.
 _COLOURS = (
@@ -72,7 +74,7 @@ def draw_bucket(report: CapacityReport, index: int, path: Path) -> None:
     if plan.is_even:
         for segment in plan.segments[1:]:
             axes.axvline(segment.local_start[0], color="black", linewidth=1.2)
-    _label_axes(axes, ranks, row_of, widest, plan.num_ranks)
+    _label_axes(axes, ranks, row_of, widest, plan)
     shards = "equal" if plan.is_even else "unequal"
     alike = f" ({bucket.count} alike)" if bucket.count > 1 else ""
     segments = f"{len(plan.segments)} segment{'s' * (len(plan.segments) > 1)} of {shards} shards"
@@ -83,7 +85,7 @@ def draw_bucket(report: CapacityReport, index: int, path: Path) -> None:
         f"padding {plan.padding_fraction:.2%}{bound}",
         fontsize=10, loc="left",
     )  # fmt: skip
-    _legend(axes, {kind: colour for kind, colour in colours.items() if kind in seen}, pyplot)
+    _legend(axes, {kind: colour for kind, colour in colours.items() if kind in seen}, plan.padding > 0, pyplot)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -96,16 +98,19 @@ def _shown_ranks(num_ranks: int) -> list[int]:
     return [*range(_MOST_RANKS - last), *range(num_ranks - last, num_ranks)]
 
 
-def _label_axes(axes: Any, ranks: Sequence[int], row_of: dict[int, int], widest: int, num_ranks: int) -> None:
+def _label_axes(axes: Any, ranks: Sequence[int], row_of: dict[int, int], widest: int, plan: BufferPlan) -> None:
     axes.set_yticks([row_of[rank] for rank in ranks], [f"rank {rank:,}" for rank in ranks], fontsize=8)
     rows = max(row_of.values())
-    if len(ranks) < num_ranks:
+    if len(ranks) < plan.num_ranks:
         gap = next(row for row in range(rows) if row not in row_of.values())
-        hidden = f"{num_ranks - len(ranks):,} more ranks"
-        axes.text(widest / 2, gap, hidden, ha="center", va="center", fontsize=8, color="#444444")
+        hidden = f"{plan.num_ranks - len(ranks):,} more ranks"
+        free = {"facecolor": "white", "edgecolor": "none", "pad": 2}
+        axes.text(widest / 2, gap, hidden, ha="center", va="center", fontsize=8, color="#444444", bbox=free)
     axes.set_ylim(rows + 0.6, -0.6)
     axes.set_xlim(0, widest)
-    axes.set_xlabel("elements of the rank's shard, segment after segment (black lines)")
+    several = ", segment after segment (black lines)" if len(plan.segments) > 1 and plan.is_even else ""
+    axes.set_xlabel(f"elements of the rank's shard{several}", fontsize=9)
+    axes.tick_params(axis="x", labelsize=8)
     axes.xaxis.set_major_formatter(lambda value, _: _count(value))
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -120,7 +125,7 @@ def _count(value: float) -> str:
 def _kind(bucket: PlannedBucket, tensor: int) -> str:
     """Name without the layer and with experts as one, and shape."""
     declared = bucket.tensors[tensor]
-    name = declared.name.removeprefix(declared.layer).removeprefix(".") if bucket.label != "0" else declared.name
+    name = declared.name.removeprefix(declared.layer).removeprefix(".")
     name = re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
     return f"{name}  {'×'.join(map(str, declared.shape))}"
 
@@ -135,63 +140,77 @@ def _colours(bucket: PlannedBucket) -> dict[str, str]:
     return {kind: _COLOURS[min(number, _MOST_KINDS)] for number, kind in enumerate(ordered)}
 
 
-def _legend(axes: Any, colours: dict[str, str], pyplot: Any) -> None:
+def _legend(axes: Any, colours: dict[str, str], is_padded: bool, pyplot: Any) -> None:
     patch = pyplot.matplotlib.patches.Patch
     own = [(kind, colour) for kind, colour in colours.items() if colour != _COLOURS[-1]]
     handles = [patch(facecolor=colour, label=kind) for kind, colour in own]
     if len(colours) > len(own):
         handles.append(patch(facecolor=_COLOURS[-1], label=f"{len(colours) - len(own)} smaller kinds"))
-    handles.append(patch(facecolor="white", edgecolor="#555555", hatch="/////", label="padding"))
+    if is_padded:
+        handles.append(patch(facecolor="white", edgecolor="#555555", hatch="/////", label="padding"))
     axes.figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
 
 
 def draw_sweep(report: CapacityReport, points: Sequence[SweepPoint], path: Path) -> None:
     """Padding by planner, and bytes of the fullest rank, over the number of ranks."""
     pyplot = _pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+    _draw_padding(left, points)
+    _draw_memory(right, points, report.setting.device_bytes)
+    left.set_title("padding of planners that keep the same blocks whole", fontsize=10, loc="left")
+    right.set_title(f"memory of the fullest rank, {report.storage} parameters, no activations", fontsize=10, loc="left")
+    for axes in (left, right):
+        axes.set_xlabel("ranks", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        # Below the axes: inside, there is no place that stays free for every model.
+        axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
+    blocks = f"blocks of {report.setting.block_rows} rows" if report.setting.block_rows else "the optimizer's blocks"
+    title = f"{report.model}, {report.numel:,} parameters, {report.optimizer}, {blocks}"
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_padding(axes: Any, points: Sequence[SweepPoint]) -> None:
     ranks = [point.num_ranks for point in points]
-    styles = ("o-", "s--", "^-", "v-", "D-", "x:")
-    for number, name in enumerate(points[0].padding):
-        if not all(name in point.padding for point in points):
-            continue
+    names = [name for name in points[0].padding if all(name in point.padding for point in points)]
+    largest = 0.0
+    for number, name in enumerate(names):
         values = [max(100 * point.padding[name], 0.0) for point in points]
-        width = 2.4 if number == 0 else 1.3
-        left.plot(ranks, values, styles[number % len(styles)], color=_COLOURS[number], label=name, linewidth=width, ms=5)
-    largest = max(value for point in points for value in point.padding.values())
-    if largest > 0.5:
+        largest = max(largest, *values)
+        cuts = " (cuts blocks)" if name.endswith("as it is") else ""
+        # Lines may coincide: the later ones are thinner and have smaller, hollow marks, so that all are seen.
+        width, size = (2.6, 5.0) if number == 0 else (2.6 - 0.35 * number, 11 - 1.6 * number)
+        axes.plot(
+            ranks, values, "os^vDx"[number % 6], linestyle=":" if cuts else "-", color=_COLOURS[number],
+            label=f"{name}{cuts}", linewidth=width, markersize=size, markerfacecolor=_COLOURS[0] if number == 0 else "none",
+            zorder=3 if number == 0 else 2, clip_on=False,
+        )  # fmt: skip
+    if largest > 50:
         # From 1 % on in decades, below in proportion, so that 0 has a place.
-        left.set_yscale("symlog", linthresh=1)
-        left.set_ylim(-0.1, 200 * largest)
-    else:
-        left.set_ylim(bottom=0)
-    left.set_ylabel("padding, % of the elements")
-    left.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
-    left.set_title("padding, the same blocks whole", fontsize=10, loc="left")
+        axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("padding, % of the elements", fontsize=9)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{rank:,}" for rank in ranks])
+    axes.minorticks_off()
+    axes.grid(axis="y", linewidth=0.4, alpha=0.6)
+
+
+def _draw_memory(axes: Any, points: Sequence[SweepPoint], device_bytes: float) -> None:
     kinds = [name for name in points[0].memory if name != "total"]
     bottoms = [0.0] * len(points)
     for number, name in enumerate(kinds):
         values = [point.memory[name] / 1e9 for point in points]
-        right.bar(range(len(points)), values, 0.7, bottoms, color=_COLOURS[number], label=name)
+        axes.bar(range(len(points)), values, 0.7, bottoms, color=_COLOURS[number], label=name)
         bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
     for position, total in enumerate(bottoms):
-        right.text(position, total, format_bytes(total * 1e9), ha="center", va="bottom", fontsize=7)
-    device = report.setting.device_bytes / 1e9
+        axes.text(position, total, format_bytes(total * 1e9), ha="center", va="bottom", fontsize=7)
     # Small models would be flattened by a line far above them.
-    if max(bottoms) > 0.3 * device:
-        right.axhline(device, color="black", linewidth=1, linestyle="--")
-        right.text(-0.45, device, "one device", va="bottom", fontsize=7)
-    right.set_ylim(0, 1.4 * max(*bottoms, right.get_ylim()[1] / 1.4))
-    right.set_ylabel("GB on the fullest rank")
-    right.set_title(f"memory, {report.storage} parameters, without activations", fontsize=10, loc="left")
-    left.set_xscale("log", base=2)
-    left.set_xticks(ranks, [f"{rank:,}" for rank in ranks])
-    left.minorticks_off()
-    right.set_xticks(range(len(points)), [f"{rank:,}" for rank in ranks])
-    for axes in (left, right):
-        axes.set_xlabel("ranks")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False)
-    left.grid(axis="y", linewidth=0.4, alpha=0.6)
-    figure.suptitle(f"{report.model}, {report.numel:,} parameters, {report.optimizer}", fontsize=11, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    if max(bottoms) > 0.3 * device_bytes / 1e9:
+        label = f"a device, {format_bytes(device_bytes)}"
+        axes.axhline(device_bytes / 1e9, color="black", linewidth=1, linestyle="--", label=label)
+    axes.set_ylabel("GB", fontsize=9)
+    axes.set_xticks(range(len(points)), [f"{point.num_ranks:,}" for point in points])

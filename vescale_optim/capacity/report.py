@@ -1,7 +1,6 @@
 """report_on: bytes, FLOPs and padding of a model under an optimizer on many ranks. Pure arithmetic on the plans.
 
-Bytes of a rank are those of the fullest one, beside the mean. Communication buffers are counted as the library holds them
-on devices with streams: two buckets under way and one being filled.
+Memory and traffic are in `rank_bytes`, other planners in `peers`.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from vescale_optim.capacity.amounts import format_bytes
 from vescale_optim.capacity.declared import Declaration, DeclaredTensor
 from vescale_optim.capacity.peers import (
     BlockedTensor,
@@ -23,6 +21,8 @@ from vescale_optim.capacity.peers import (
     plain_fsdp2_numel,
     published_numel,
 )
+from vescale_optim.capacity.rank_bytes import BytesRow, bytes_per_element, memory_of, traffic_of
+from vescale_optim.capacity.setting import Setting
 from vescale_optim.capacity.storages import (
     PlannedBucket,
     StoragePlan,
@@ -30,32 +30,10 @@ from vescale_optim.capacity.storages import (
     plan_replicated,
     plan_sharded,
     rows_of,
-    state_bytes_per_rank,
+    unit_numels,
 )
 from vescale_optim.sharding.planner import plan_buffer
 from vescale_optim.sharding.storage import ALIGN
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is asked for.
-
-    Args:
-        num_ranks: devices that shard one replica; `num_replicas` of them hold the same shards.
-        storage: "replicated", "sharded", or "auto" for the first that fits `device_bytes`.
-        block_rows: blocks of rows that sharded parameters keep whole; None for the optimizer's units.
-        bucket_bytes: size of a bucket of replicated parameters; None for the optimizers' own choice.
-        master_dtype, grad_dtype: as the optimizers take them.
-    """
-
-    num_ranks: int
-    num_replicas: int = 1
-    storage: str = "auto"
-    block_rows: int | None = None
-    bucket_bytes: int | None = None
-    device_bytes: float = 80 * 2**30
-    master_dtype: torch.dtype | None = None
-    grad_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -73,16 +51,6 @@ class BucketRow:
     lower_bound: int
     driver: str
     why: str
-
-
-@dataclass(frozen=True)
-class BytesRow:
-    """One kind of memory or traffic of a rank: of the fullest one, and on average."""
-
-    name: str
-    largest: float
-    mean: float
-    note: str
 
 
 @dataclass(frozen=True)
@@ -112,6 +80,7 @@ class CapacityReport:
     traffic: tuple[BytesRow, ...]
     busiest_flops: float
     mean_flops: float
+    costliest_unit_flops: float
     peers: tuple[PeerRow, ...]
     plan_seconds: float
     plan: StoragePlan
@@ -133,17 +102,12 @@ def report_on(model: str, declaration: Declaration, setting: Setting, *, with_pe
         ValueError: replicas of replicated parameters, which have one axis of ranks only.
     """
     began = time.perf_counter()
-    storage, reason = _choose_storage(declaration, setting)
-    if storage == "replicated":
-        bucket_bytes = setting.bucket_bytes or default_bucket_bytes(setting.num_ranks)
-        plan = plan_replicated(declaration, setting.num_ranks, bucket_bytes)
-    else:
-        plan = plan_sharded(declaration, setting.num_ranks, setting.num_replicas, block_rows=setting.block_rows)
+    plan, reason = _planned(declaration, setting)
     seconds = time.perf_counter() - began
     numel = sum(tensor.units.numel for tensor in declaration.tensors)
     memory = memory_of(plan, setting)
     # The buffers and replicated parameters are not what planners differ in.
-    per_element = _bytes_per_element(declaration, setting)
+    per_element = bytes_per_element(declaration, setting)
     peers = peer_rows(declaration, plan, setting, per_element) if with_peers else ()
     flops = plan.owners.flops
     return CapacityReport(
@@ -153,75 +117,62 @@ def report_on(model: str, declaration: Declaration, setting: Setting, *, with_pe
         num_tensors=len(declaration.tensors),
         numel=numel,
         notes=declaration.notes,
-        storage=storage,
+        storage=plan.name,
         storage_reason=reason,
         buckets=tuple(_bucket_row(bucket) for bucket in plan.buckets),
         memory=memory,
         traffic=traffic_of(plan, setting),
         busiest_flops=max(flops),
         mean_flops=sum(flops) / len(flops),
+        costliest_unit_flops=max(map(_costliest_unit, declaration.tensors)),
         peers=peers,
         plan_seconds=seconds,
         plan=plan,
     )
 
 
-def _choose_storage(declaration: Declaration, setting: Setting) -> tuple[str, str]:
-    """Replicated parameters where they fit: they need no wrapper and the least traffic."""
+def _planned(declaration: Declaration, setting: Setting) -> tuple[StoragePlan, str]:
+    """The plan, and why its storage. Replicated parameters where they fit: they need no wrapper and the least traffic."""
+
+    def replicated() -> StoragePlan:
+        bucket_bytes = setting.bucket_bytes or default_bucket_bytes(setting.num_ranks)
+        return plan_replicated(declaration, setting.num_ranks, bucket_bytes)
+
+    def sharded() -> StoragePlan:
+        return plan_sharded(declaration, setting.num_ranks, setting.num_replicas, block_rows=setting.block_rows)
+
     if setting.storage == "replicated":
         if setting.num_replicas > 1:
             raise ValueError(
                 f"replicated parameters are sharded over all ranks, so there are no {setting.num_replicas} replicas; give "
                 f"--ranks {setting.num_ranks * setting.num_replicas} --replicas 1, or --storage sharded"
             )
-        return "replicated", "asked for"
+        return replicated(), "asked for"
     if setting.storage == "sharded":
-        return "sharded", "asked for"
+        return sharded(), "asked for"
     if setting.block_rows is not None:
-        return "sharded", "blocks of rows are a choice of sharded parameters"
+        return sharded(), "blocks of rows are a choice of sharded parameters"
     if setting.num_replicas > 1:
-        return "sharded", "replicas are a choice of sharded parameters"
+        return sharded(), "replicas are a choice of sharded parameters"
     whole = sum(tensor.units.numel * tensor.dtype.itemsize for tensor in declaration.tensors)
     numel = sum(tensor.units.numel for tensor in declaration.tensors)
-    rest = (_bytes_per_element(declaration, setting) * numel - whole) / setting.num_ranks
-    # Shards of whole units cannot be smaller than one unit, but then they are unequal: the mean decides.
-    needed, room = whole + rest, setting.device_bytes
-    sizes = f"{format_bytes(whole)} of whole parameters + {format_bytes(rest)} of gradient and state shards"
-    if needed <= room:
-        return "replicated", f"{sizes} fit into {format_bytes(room)}"
-    return "sharded", f"{sizes} exceed {format_bytes(room)} of a device"
+    rest = (bytes_per_element(declaration, setting) * numel - whole) / setting.num_ranks
+    device = f"{format_bytes(setting.device_bytes)} of a device"
+    if whole + rest > setting.device_bytes:
+        sizes = f"{format_bytes(whole)} of whole parameters + {format_bytes(rest)} of gradient and state shards"
+        return sharded(), f"{sizes} exceed the {device}"
+    plan = replicated()
+    needed = memory_of(plan, setting)[-1].largest
+    sizes = f"{format_bytes(needed)} of whole parameters, gradient and state shards and buffers"
+    if needed <= setting.device_bytes:
+        return plan, f"{sizes} fit into the {device}"
+    return sharded(), f"{sizes} exceed the {device}"
 
 
-def _bytes_per_element(declaration: Declaration, setting: Setting) -> float:
-    """Parameter, gradient, master copy and state, on average."""
-    total = numel = 0
-    for tensor in declaration.tensors:
-        held = tensor.dtype.itemsize + _grad_dtype(tensor.dtype, setting).itemsize + _master_itemsize(tensor.dtype, setting)
-        total += held * tensor.units.numel + state_bytes_of(tensor)
-        numel += tensor.units.numel
-    return total / max(numel, 1)
-
-
-def state_bytes_of(tensor: DeclaredTensor) -> int:
-    """All state of one parameter, over all ranks."""
-    total = 0
-    for spec in tensor.state:
-        if spec.where == "parameter":
-            numel = tensor.units.numel
-        elif isinstance(spec.unit_numels, int):
-            numel = spec.unit_numels * -(-tensor.units.numel // tensor.units.block)
-        else:
-            numel = sum(spec.unit_numels)
-        total += numel * spec.dtype.itemsize
-    return total
-
-
-def _grad_dtype(dtype: torch.dtype, setting: Setting) -> torch.dtype:
-    return setting.grad_dtype or dtype
-
-
-def _master_itemsize(dtype: torch.dtype, setting: Setting) -> int:
-    return setting.master_dtype.itemsize if setting.master_dtype not in (None, dtype) else 0
+def _costliest_unit(tensor: DeclaredTensor) -> float:
+    """FLOPs of its largest unit, which no number of ranks divides."""
+    # Element-wise rules have a unit per element: they are not listed.
+    return tensor.units.cost * max(unit_numels(tensor.units)) / tensor.units.numel if tensor.units.cost else 0.0
 
 
 def _bucket_row(bucket: PlannedBucket) -> BucketRow:
@@ -236,123 +187,16 @@ def _bucket_row(bucket: PlannedBucket) -> BucketRow:
         is_even=plan.is_even,
         padding=plan.padding,
         lower_bound=plan.lower_bound,
-        driver=re.sub(r"tensor (\d+)", lambda found: bucket.tensors[int(found[1])].name, plan.driver),
+        driver=re.sub(r"tensor (\d+)", lambda found: _name_within(bucket, int(found[1])), plan.driver),
         why=bucket.why,
     )
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def memory_of(plan: StoragePlan, setting: Setting) -> tuple[BytesRow, ...]:
-    """Bytes per rank between steps, then the peak of the buffers of communication."""
-    ranks = range(plan.num_ranks)
-    shards = [0] * plan.num_ranks
-    params, grads, state = [0] * plan.num_ranks, [0] * plan.num_ranks, [0] * plan.num_ranks
-    for bucket in plan.buckets:
-        held = [bucket.plan.shard_numel(rank) * bucket.count for rank in ranks]
-        kept = state_bytes_per_rank(bucket, plan.num_ranks)
-        grad_itemsize = _grad_dtype(bucket.dtype, setting).itemsize
-        for rank in ranks:
-            shards[rank] += held[rank]
-            is_whole = plan.name == "replicated"
-            params[rank] += (bucket.plan.numel * bucket.count if is_whole else held[rank]) * bucket.dtype.itemsize
-            grads[rank] += held[rank] * grad_itemsize
-            state[rank] += kept[rank] * bucket.count + held[rank] * _master_itemsize(bucket.dtype, setting)
-    replicas = plan.num_replicas
-    unit_state = plan.owners.unit_state_bytes
-    state_of_devices = [state[device % plan.num_ranks] + unit_state[device] for device in range(plan.num_ranks * replicas)]
-    buffers, note = _communication_peak(plan, setting)
-    whole = "whole on every rank" if plan.name == "replicated" else "shards"
-    has_master = any(_master_itemsize(bucket.dtype, setting) for bucket in plan.buckets)
-    rows = [
-        _bytes_row("parameters", params, whole),
-        _bytes_row("gradients", grads, "shards"),
-        _bytes_row("state", state_of_devices, "with the wider copy of the parameters" if has_master else ""),
-        BytesRow("communication buffers", buffers, buffers, note),
-    ]
-    totals = [
-        params[device % plan.num_ranks] + grads[device % plan.num_ranks] + state_of_devices[device] + buffers
-        for device in range(plan.num_ranks * replicas)
-    ]
-    return (*rows, _bytes_row("total", totals, "activations not counted"))
-
-
-def _bytes_row(name: str, values: Sequence[float], note: str) -> BytesRow:
-    return BytesRow(name, max(values), sum(values) / len(values), note)
-
-
-def _communication_peak(plan: StoragePlan, setting: Setting) -> tuple[float, str]:
-    if plan.num_ranks == 1 and plan.num_replicas == 1:
-        return 0, "one rank sends nothing"
-    if plan.name == "replicated":
-        full, received = [], []
-        for bucket in plan.buckets:
-            dtype = _grad_dtype(bucket.dtype, setting)
-            largest = max(bucket.plan.shard_numel(rank) for rank in range(plan.num_ranks))
-            # Equal fp32 shards are summed by NCCL; others arrive rank by rank and are summed in fp32.
-            is_summed = dtype == torch.float32 and bucket.plan.is_even
-            full.append(bucket.plan.numel * dtype.itemsize)
-            received.append(0 if is_summed else plan.num_ranks * largest * dtype.itemsize)
-        peak = max(sum(full[i : i + 3]) + sum(received[i : i + 2]) for i in range(len(full)))
-        return peak, "gradients of 2 buckets under way, 1 being filled"
-    sizes = sorted(
-        (
-            bucket.plan.numel * (bucket.dtype.itemsize + _grad_dtype(bucket.dtype, setting).itemsize)
-            for bucket in plan.buckets
-            for _ in range(min(bucket.count, 2))
-        ),
-        reverse=True,
-    )
-    return sum(sizes[:2]), "parameters and gradients of the 2 largest layers, whole"
-
-
-# -- traffic ---------------------------------------------------------------------------------------------------------
-
-
-def traffic_of(plan: StoragePlan, setting: Setting) -> tuple[BytesRow, ...]:
-    """Bytes that a rank receives in one step of one micro-batch."""
-    ranks, size, replicas = range(plan.num_ranks), plan.num_ranks, plan.num_replicas
-    gathered, reduced, averaged = ([0.0] * size for _ in range(3))
-    for bucket in plan.buckets:
-        grad_itemsize = _grad_dtype(bucket.dtype, setting).itemsize
-        for rank in ranks:
-            shard = bucket.plan.shard_numel(rank) * bucket.count
-            gathered[rank] += (bucket.plan.numel * bucket.count - shard) * bucket.dtype.itemsize
-            reduced[rank] += (size - 1) * shard * grad_itemsize
-            averaged[rank] += 2 * (replicas - 1) / replicas * shard * grad_itemsize
-    rows = [_bytes_row("reduce-scatter of gradients", reduced, "during backward")]
-    if replicas > 1:
-        rows.append(_bytes_row("all-reduce over replicas", averaged, "of the gradient shards"))
-    if plan.name == "replicated":
-        rows.append(_bytes_row("all-gather of parameters", gathered, "after the step, or during the next forward"))
-    else:
-        rows.append(_bytes_row("all-gather of parameters", [2 * b for b in gathered], "forward and backward"))
-        exchanged = _exchanged_bytes(plan)
-        if any(exchanged):
-            rows.append(_bytes_row("units to owners and back", exchanged, "in the step"))
-    totals = [sum(values) for values in zip(*((row.largest, row.mean) for row in rows), strict=True)]
-    return (*rows, BytesRow("total", *totals, ""))
-
-
-def _exchanged_bytes(plan: StoragePlan) -> list[float]:
-    """Per device: the parts of its units that others hold, then the directions of its shard that others computed."""
-    devices = plan.num_ranks * plan.num_replicas
-    travelling = [tensor for bucket in plan.buckets if not bucket.keeps_units for tensor in bucket.tensors]
-    itemsize = max((tensor.wire_itemsize for tensor in travelling if tensor.units.cost), default=0)
-    back = [0.0] * plan.num_ranks
-    for bucket in plan.buckets:
-        if bucket.keeps_units:
-            continue
-        for index, tensor in enumerate(bucket.tensors):
-            if tensor.units.cost:
-                for rank in bucket.plan.ranks_of(index):
-                    back[rank] += bucket.count * bucket.plan.extent(index, rank).numel
-    others = (plan.num_ranks - 1) / plan.num_ranks
-    return [
-        itemsize * (plan.owners.exchanged_numels[device] * others + back[device % plan.num_ranks] * (devices - 1) / devices)
-        for device in range(devices)
-    ]
+def _name_within(bucket: PlannedBucket, index: int) -> str:
+    """Without the layer where the bucket is called by it."""
+    tensor = bucket.tensors[index]
+    is_of_layer = tensor.layer and bucket.label.startswith(tensor.layer)
+    return tensor.name.removeprefix(f"{tensor.layer}.") if is_of_layer else tensor.name
 
 
 # -- peers -----------------------------------------------------------------------------------------------------------
@@ -438,12 +282,3 @@ def sweep(
             )
         )
     return points
-
-
-def format_bytes(value: float) -> str:
-    """3.40 GB, 12.5 MB, 1,342 TB: three digits or more, decimal units."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            scaled = value / size
-            return f"{scaled:,.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {unit}"
-    return f"{value:,.0f} B"

@@ -149,7 +149,7 @@ def _plan_layer(
         if is_free or plan.padding_fraction <= MAX_PADDING:
             why = "units whole in the shards: the step sends nothing"
             return PlannedBucket(label, tuple(tensors), plan, count, True, why)
-        refused = f"; whole units would pad {plan.padding_fraction:.0%}"
+        refused = f"; whole units would pad {plan.padding_fraction:,.0%}"
     else:
         refused = " were asked for"
     rows = block_rows or 1

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import vescale_optim
-from vescale_optim.capacity.report import BucketRow, BytesRow, CapacityReport, SweepPoint, format_bytes
+from vescale_optim.capacity.amounts import format_bytes, format_flops
+from vescale_optim.capacity.rank_bytes import BytesRow
+from vescale_optim.capacity.report import BucketRow, CapacityReport, SweepPoint
 
 WIDTH = 100
 _MOST_BUCKETS = 16
@@ -17,20 +19,25 @@ _MOST_BUCKETS = 16
 def render(report: CapacityReport) -> str:
     """The whole report."""
     setting = report.setting
-    replicas = f" x {setting.num_replicas} replicas" if setting.num_replicas > 1 else ""
+    devices = setting.num_ranks * setting.num_replicas
+    replicas = f" x {setting.num_replicas} replicas = {devices:,} devices" if setting.num_replicas > 1 else ""
     dtypes = sorted({row.dtype for row in report.buckets})
-    head = (
-        f"{report.model}: {report.num_tensors:,} tensors, {report.numel:,} parameters in {', '.join(dtypes)}, "
-        f"{report.optimizer} on {setting.num_ranks:,} ranks{replicas}"
-    )
-    lines = [*_wrapped(head), *_wrapped(f"storage: {report.storage}: {report.storage_reason}", "         ")]
+    lines = [
+        *_wrapped(f"{report.model}: {report.num_tensors:,} tensors, {report.numel:,} parameters in {', '.join(dtypes)}"),
+        f"{report.optimizer} on {setting.num_ranks:,} ranks{replicas}",
+        *_wrapped(f"storage: {report.storage}: {report.storage_reason}", "         "),
+    ]
     if report.storage == "sharded" and not hasattr(vescale_optim, "fully_shard"):
         text = "this version of vescale_optim trains replicated parameters only: these are the plans that sharded ones get"
         lines += _wrapped(f"note: {text}", "      ")
     for note in report.notes:
         lines += _wrapped(f"note: {note}", "      ")
     lines += ["", *_buckets(report)]
-    lines += ["", *_bytes_table("memory of a rank", report.memory), "", *_balance(report)]
+    lines += ["", *_bytes_table("memory of a rank", report.memory)]
+    if report.memory[-1].largest > setting.device_bytes:
+        excess = f"{format_bytes(report.memory[-1].largest)} exceed the {format_bytes(setting.device_bytes)} of a device"
+        lines += _wrapped(f"  {excess}; give more --ranks, or a larger --device-gib", "  ")
+    lines += ["", *_balance(report)]
     lines += ["", *_bytes_table("received by a rank in a step", report.traffic)]
     if report.peers:
         lines += ["", *_peers(report)]
@@ -41,7 +48,7 @@ def render_sweep(points: Sequence[SweepPoint]) -> str:
     """Padding in % and bytes of the fullest rank, one line per number of ranks."""
     names = [name for name in points[0].padding if all(name in point.padding for point in points)]
     short = {name: _short_name(name) for name in names}
-    rows = [("ranks", *(short[name] for name in names), "parameters", "shards", "buffers", "FLOPs")]
+    rows = [("ranks", *(short[name] for name in names), "params", "grads+state", "buffers", "FLOPs")]
     for point in points:
         memory = point.memory
         rows.append(
@@ -54,7 +61,7 @@ def render_sweep(points: Sequence[SweepPoint]) -> str:
                 f"{point.balance:.2f}",
             )
         )
-    title = "over ranks: padding by planner; bytes of the fullest rank, gradients and state as shards; FLOPs, busiest / mean"
+    title = "over ranks: padding by planner; bytes of the fullest rank; FLOPs of the busiest by the mean"
     return "\n".join([*_wrapped(title, "  "), *_table(rows, left=0)])
 
 
@@ -72,7 +79,7 @@ def _short_name(name: str) -> str:
 def _buckets(report: CapacityReport) -> list[str]:
     total = sum(row.count for row in report.buckets)
     lines = [f"{total:,} bucket{'s' * (total > 1)}, padding {_percent(report.padding_fraction)} in all"]
-    rows = [("bucket", "tensors", "elements", "shards", "padding", "lower bound")]
+    rows = [("bucket", "tensors", "elements", "segments", "shards", "padding", "lower bound")]
     details: list[tuple[str, str]] = []
     shown = _grouped(report.buckets)
     for members in shown[:_MOST_BUCKETS]:
@@ -83,14 +90,17 @@ def _buckets(report: CapacityReport) -> list[str]:
                 label,
                 _range([row.num_tensors for row in members], "{:,}"),
                 _range([row.numel for row in members], "{:,}"),
-                f"{first.segments} x {'equal' if first.is_even else 'unequal'}",
+                str(first.segments),
+                "equal" if first.is_even else "unequal",
                 _range([100 * row.padding / max(row.numel, 1) for row in members], "{:.2f}", "%"),
                 _bound(members),
             )
         )
         worst = max(members, key=lambda row: row.padding)
         driver = re.sub(r"(?<![\w.])\d{4,}(?![\w.])", lambda found: f"{int(found[0]):,}", worst.driver)
-        details.append((label, f"{first.why}. Driver: {driver}" if driver else f"{first.why}. Nothing drives padding"))
+        # What the table shows as 0.00 % needs no reason.
+        is_padded = worst.padding >= 5e-5 * worst.numel
+        details.append((label, f"{first.why}. Padding: {driver}" if driver and is_padded else first.why))
     lines += _table(rows, left=1)
     if len(shown) > _MOST_BUCKETS:
         lines.append(f"  and {sum(map(len, shown[_MOST_BUCKETS:])):,} more (all in the --json file)")
@@ -119,11 +129,15 @@ def _grouped(rows: Sequence[BucketRow]) -> list[list[BucketRow]]:
 def _balance(report: CapacityReport) -> list[str]:
     if not report.mean_flops:
         return ["owners: an element-wise rule, every rank updates its shard"]
-    setting = report.setting
-    return [
-        f"owners: busiest of {setting.num_ranks * setting.num_replicas:,} devices {report.busiest_flops:.3g} FLOPs a step, "
-        f"mean {report.mean_flops:.3g}: {report.balance:.3f} x",
-    ]
+    devices = report.setting.num_ranks * report.setting.num_replicas
+    text = (
+        f"owners: busiest of {devices:,} devices {format_flops(report.busiest_flops)} a step, "
+        f"mean {format_flops(report.mean_flops)}: {report.balance:.3f} times the mean"
+    )
+    alone = report.costliest_unit_flops / report.mean_flops
+    if alone > 1:
+        text += f"; the costliest unit, which cannot be divided, is {alone:.3f} alone"
+    return _wrapped(text, "  ")
 
 
 def _bytes_table(title: str, rows: Sequence[BytesRow]) -> list[str]:

@@ -7,6 +7,7 @@ Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_optim.optimizers.base import Params, ShardedOptimizer
 from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.rule import Group, Rule, Shards, StateSpec
+from vescale_optim.optimizers.vector_lanes import ends_like_whole, run_in_lanes, vector_lanes
 
 
 class AdamWRule(Rule):
@@ -24,22 +26,60 @@ class AdamWRule(Rule):
         return [StateSpec("exp_avg"), StateSpec("exp_avg_sq")]
 
     def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
-        beta1, beta2 = group["betas"]
-        torch._fused_adamw_(
-            shards.params,
-            shards.grads,
-            shards.state["exp_avg"],
-            shards.state["exp_avg_sq"],
-            [],
-            step_tensors(shards.steps, shards.params[0].device),
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        moments = shards.state["exp_avg"], shards.state["exp_avg_sq"]
+        entries = list(zip(shards.params, shards.grads, *moments, shards.steps, strict=True))
+        odd = [position for position in range(len(entries)) if not ends_like_whole_parameter(shards, position)]
+        for position in odd:
+            *tensors, step = entries[position]
+            shape, lanes = shards.blocks[position].shape, vector_lanes(tensors[0].dtype)
+            # Gradients last: they are read only.
+            tensors = [tensors[0], tensors[2], tensors[3], tensors[1]]
+            operation = partial(update_one, step=step, group=group)
+            run_in_lanes(operation, tensors, 3, shape, shards.regions[position], lanes)
+        even = [entry for position, entry in enumerate(entries) if position not in set(odd)]
+        if even:
+            fused_adamw(*map(list, zip(*even, strict=True)), group)
+
+
+def ends_like_whole_parameter(shards: Shards, position: int) -> bool:
+    """Whether the fused kernel takes each element of a shard as it takes it in the whole parameter; on devices it does."""
+    param = shards.params[position]
+    return param.device.type != "cpu" or ends_like_whole(
+        shards.starts[position], param.numel(), shards.blocks[position].units.numel, vector_lanes(param.dtype)
+    )
+
+
+def update_one(tensors: list[Tensor], *, step: int, group: Group) -> None:
+    """AdamW on one [parameter, first moment, second moment, gradient]."""
+    param, exp_avg, exp_avg_sq, grad = ([tensor] for tensor in tensors)
+    fused_adamw(param, grad, exp_avg, exp_avg_sq, [step], group)
+
+
+def fused_adamw(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[int],
+    group: Group,
+) -> None:
+    """The kernel of `torch.optim.AdamW(fused=True)`."""
+    beta1, beta2 = group["betas"]
+    torch._fused_adamw_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        step_tensors(steps, params[0].device),
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 class ShardedAdamW(AdamWRule, ShardedOptimizer):
@@ -47,7 +87,7 @@ class ShardedAdamW(AdamWRule, ShardedOptimizer):
 
     Args:
         params: what torch.optim takes (parameters, named parameters, groups), or a module.
-        mesh: one-dimensional device mesh of the ranks that train together.
+        mesh: device mesh of the ranks that train together.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         options: keywords of every sharded optimizer, see `ShardedOptimizer`.
     """

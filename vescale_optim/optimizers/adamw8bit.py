@@ -9,15 +9,16 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2
            p <- p (1 - lr wd) - lr (m / c1) / (sqrt(v) / sqrt(c2) + eps)       from m and v as they are here, in fp32
            codes and scales from m and v
 
-A rank boundary never cuts a block, and which parameters have 8-bit state depends on their logical shape alone, so the
-result does not depend on the number of ranks.
+Blocks are those of the logical parameter, and which parameters have 8-bit state depends on its shape alone, so the
+result does not depend on ranks and layouts. Where we store parameters, no rank boundary cuts a block; where the storage of
+DTensors does (FSDP2, tensor parallelism), ranks combine the maxima of their parts, and no element moves. Shards that are
+no runs of the parameter (columns, strided ones) keep all scales on every rank: 8 / block_size bytes per element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
+from vescale_optim.optimizers.adamw8bit_parts import measure_parts, update_parts
+from vescale_optim.optimizers.adamw8bit_step import advance_moments_, step_parameter_
 from vescale_optim.optimizers.base import Params, ShardedOptimizer
 from vescale_optim.optimizers.bitsandbytes_state import converted_state_dict, exported_state_dict
 from vescale_optim.optimizers.groups import require
@@ -137,6 +140,13 @@ class ShardedAdamW8bit(ShardedOptimizer):
             StateSpec("absmax2", "unit", torch.float32, scales),
         ]
 
+    def num_measured(self, shape: Sequence[int], group: Group) -> int:
+        layout = layout_of(shape, group)
+        return 0 if layout is None else 2 * layout.scales_per_unit()
+
+    def measure(self, shards: Shards, group: Group) -> list[Tensor]:
+        return measure_parts(shards, group, _chunk_numel(shards.params[0].device))
+
     def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
         if "absmax1" not in shards.state:
             _update_wide(shards, group)
@@ -146,6 +156,8 @@ class ShardedAdamW8bit(ShardedOptimizer):
                 update_fused(run, group)
             else:
                 update(run, group)
+        if directions:
+            update_parts(shards, directions, group, _chunk_numel(shards.params[0].device))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -163,13 +175,14 @@ class ShardedAdamW8bit(ShardedOptimizer):
         Raises:
             ValueError: blocks that bitsandbytes does not have, by parameter name.
         """
-        if self._storage is None:
-            self._manage_new_parameters()
+        if self._has_to_plan():
+            self._manage_parameters()
         return exported_state_dict(self.state_dict(), self.param_groups, self._layouts())
 
     def _layouts(self) -> dict[Tensor, QuantizationLayout | None]:
         """How the moments of every managed parameter are quantised; None for fp32 moments."""
-        blocks = {managed.param: managed.blocks for managed in self._storage.parameters}
+        managed = [managed for storage in self._storages.values() for managed in storage.parameters]
+        blocks = {entry.param: entry.blocks for entry in managed}
         return {p: layout_of_blocks(blocks[p]) if "absmax1" in state else None for p, state in self.state.items()}
 
 
@@ -199,21 +212,44 @@ class Run(NamedTuple):
 
 
 def joined_runs(shards: Shards) -> list[Run]:
-    """The shards as few runs: parameters of whole blocks that lie side by side in all buffers are one run of blocks."""
-    state = [shards.state[name] for name in ("state1", "state2", "absmax1", "absmax2")]
+    """The whole blocks of the shards as few runs: parameters that lie side by side in all buffers are one run of blocks."""
     runs: list[Run] = []
-    for *tensors, step, blocks, start in sorted(
-        zip(shards.params, shards.grads, *state, shards.steps, shards.blocks, shards.starts, strict=True),
-        key=lambda entry: entry[0].data_ptr(),
-    ):
-        run = Run(*tensors, step, layout_of_blocks(blocks), blocks, start)
+    for run in sorted(whole_runs(shards), key=lambda run: run.param.data_ptr()):
         if runs and _continues(runs[-1], run):
             pairs = zip(runs[-1].tensors(), run.tensors(), strict=True)
             both = [a.as_strided((a.numel() + b.numel(),), (1,)) for a, b in pairs]
-            run = Run(*both, step, run.layout, Blocks.flat((both[0].numel(),), blocks.units.block), 0)
+            run = Run(*both, run.step, run.layout, Blocks.flat((both[0].numel(),), run.layout.numel), 0)
             runs.pop()
         runs.append(run)
     return runs
+
+
+def whole_runs(shards: Shards) -> Iterator[Run]:
+    """The whole units of each shard that has any."""
+    state = [shards.state[name] for name in ("state1", "state2", "absmax1", "absmax2")]
+    for *tensors, step, blocks, shard_start, units, whole in zip(
+        shards.params,
+        shards.grads,
+        *state,
+        shards.steps,
+        shards.blocks,
+        shards.starts,
+        shards.units,
+        shards.whole,
+        strict=True,
+    ):
+        if not whole:
+            continue
+        layout, start = layout_of_blocks(blocks), blocks.unit_start(whole.start)
+        if whole != units:
+            elements = slice(start - shard_start, blocks.unit_start(whole.stop) - shard_start)
+            scales = slice(*((unit - units.start) * layout.scales_per_unit() for unit in (whole.start, whole.stop)))
+            tensors = [tensor[elements] for tensor in tensors[:4]] + [tensor[scales] for tensor in tensors[4:]]
+        yield Run(*tensors, step, layout, blocks, start)
+
+
+def _chunk_numel(device: torch.device) -> int:
+    return CPU_CHUNK_NUMEL * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK_NUMEL
 
 
 def _continues(before: Run, after: Run) -> bool:
@@ -229,11 +265,9 @@ def _continues(before: Run, after: Run) -> bool:
 
 def update(run: Run, group: Group) -> None:
     """The step as written above, in fp32 and in torch ops, a chunk of units at a time."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     device = run.param.device
     first, second = (codebook(is_signed=is_signed, device=device, lowest=1 - is_signed) for is_signed in (True, False))
-    chunk_numel = CPU_CHUNK_NUMEL * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK_NUMEL
-    parts = list(_chunks(run, chunk_numel))
+    parts = list(_chunks(run, _chunk_numel(device)))
     # Kept for all chunks, and written with out=: fresh pages would cost more than the arithmetic.
     largest = max(part[0].numel() for part in parts)
     floats = torch.empty(4, largest, dtype=torch.float32, device=device)
@@ -245,12 +279,8 @@ def update(run: Run, group: Group) -> None:
         g = grad if grad.dtype == torch.float32 else wide_grad.copy_(grad)
         dequantize_(m, state1, absmax1, run.layout, first.values, index)
         dequantize_(v, state2, absmax2, run.layout, second.values, index)
-        m.mul_(beta1).add_(g, alpha=1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = torch.sqrt(v, out=found.view(torch.float32))
-        denominator.div_(sqrt(1 - beta2**run.step)).add_(group["eps"])
-        p.mul_(1 - lr * group["weight_decay"])
-        p.addcdiv_(m, denominator, value=-lr / (1 - beta1**run.step))
+        advance_moments_(m, v, g, group)
+        step_parameter_(p, m, v, found.view(torch.float32), run.step, group)
         if p is not param:
             param.copy_(p)
         quantize_(m, state1, absmax1, run.layout, first, (index, found))

@@ -6,6 +6,8 @@ lines.
 
     step:  flush gradients, agree -> for every bucket: for every group: prepare, compute, apply; send the bucket
            -> parameters complete on all ranks
+
+Parameters live in one storage per kind and device mesh (`Storage`): plain ones are replicated, DTensors stay as they are.
 """
 
 from __future__ import annotations
@@ -23,21 +25,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_optim.optimizers.describe import describe_storage
+from vescale_optim.optimizers.declaring import declared_blocks
+from vescale_optim.optimizers.describe import describe_storages
 from vescale_optim.optimizers.groups import (
     check_logical,
     check_mesh,
+    check_mesh_covers,
+    check_plain_mesh,
     explain_difference,
     hyperparameters_of,
     names_of,
     record_of,
     require,
 )
-from vescale_optim.optimizers.rule import Group, Rule, Shards, StateSpec, Units
+from vescale_optim.optimizers.rule import Group, Rule, StateSpec
+from vescale_optim.optimizers.state import check_state, copy_state, reset_state
+from vescale_optim.optimizers.update import BucketUpdate, run
 from vescale_optim.sharding.agreement import Agreement, fingerprint
-from vescale_optim.sharding.parameters import ManagedParameter
-from vescale_optim.sharding.ragged import RaggedTensor
+from vescale_optim.sharding.blocks import Blocks
+from vescale_optim.sharding.dtensor_storage import DTensorStorage
+from vescale_optim.sharding.meshes import flat_mesh, mesh_group
+from vescale_optim.sharding.parameters import ManagedParameter, forget_gradient
 from vescale_optim.sharding.storage import ReplicatedStorage
+from vescale_optim.sharding.storage_protocol import Storage
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -54,7 +64,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters, groups (as torch.optim takes them), or a module.
-        mesh: one-dimensional device mesh of the ranks that train together.
+        mesh: the ranks that train together. Plain parameters are equal on all of them; the meshes of DTensor parameters
+            must lie within it.
         defaults: hyperparameters of a group that does not say otherwise.
         algorithm: name of this rule in `group["algorithm"]`, where the optimizer knows `others`.
         others: further rules by name, with the defaults of their groups.
@@ -64,6 +75,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         grad_dtype: dtype in which gradients are added up and sent; None for the parameter's.
         bucket_mib: size of a bucket in MiB; None for 16, and 0.25 for each rank where that is more, so that shards stay
             worth a message. Buckets grow further until padding is at most 3 %.
+        exchange_mib: at most this many MiB of buffers on each rank while units of DTensor parameters travel to their
+            owners and back; a single parameter may need more.
         broadcast_parameters: compare parameters at construction and take rank 0's where ranks differ.
         overlap_forward: `step()` returns while updated parameters still travel, and the first use of each waits. Not
             for models that are compiled or replayed from CUDA graphs, which use parameters without asking torch.
@@ -84,6 +97,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         master_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
         bucket_mib: float | None = None,
+        exchange_mib: float = 256,
         broadcast_parameters: bool = True,
         overlap_forward: bool = False,
     ) -> None:
@@ -92,6 +106,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         if bucket_mib is None:
             bucket_mib = max(16, 0.25 * mesh.size())
         require(0 < bucket_mib < math.inf, "bucket_mib", bucket_mib, "None or a number > 0")
+        require(0 < exchange_mib < math.inf, "exchange_mib", exchange_mib, "a number > 0")
         require(master_dtype in (None, torch.float32, torch.float64), "master_dtype", master_dtype, "None or torch.float32")
         floats = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
         require(grad_dtype in floats, "grad_dtype", grad_dtype, "None or a floating dtype of 16 bits or more")
@@ -104,11 +119,12 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             master_dtype=master_dtype,
             grad_dtype=grad_dtype,
             bucket_bytes=int(bucket_mib * 2**20),
+            exchange_bytes=int(exchange_mib * 2**20),
             broadcasts=broadcast_parameters,
         )
         self._mesh = mesh
         self._overlaps_forward = overlap_forward
-        self._storage: ReplicatedStorage | None = None
+        self._forget_plans()
         groups = self.module_groups(params) if isinstance(params, nn.Module) else params
         if algorithm is not None:
             defaults = {"algorithm": algorithm, **defaults}
@@ -116,15 +132,20 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             super().__init__(groups, defaults)
         except (TypeError, ValueError) as error:
             # The other ranks may find nothing wrong and wait: tell them.
-            Agreement(mesh.get_group()).require_same([f"{type(error).__name__}: {error}"], explain_difference)
+            self._agreement().require_same([f"{type(error).__name__}: {error}"], explain_difference)
             raise
-        self._manage_new_parameters()
+        self._manage_parameters()
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def module_groups(self, module: nn.Module) -> list[dict[str, Any]]:
         """Param groups of a module; override to route parameters by their role."""
         return [{"params": list(module.named_parameters())}]
+
+    @classmethod
+    def declared_blocks(cls, module: nn.Module) -> dict[str, Blocks]:
+        """What this optimizer over `module` would need whole, by parameter name; `fully_shard` asks before there is one."""
+        return declared_blocks(cls, module)
 
     def check_group(self, group: Group) -> None:
         """Raise ValueError where a hyperparameter of a group is out of range."""
@@ -203,54 +224,132 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
-    def _manage_new_parameters(self) -> None:
-        """Plan, re-home and give state to parameters that are not managed yet, on all ranks alike."""
-        if self._storage is None:
-            self._storage = ReplicatedStorage(self._mesh, **self._options)
-            self._index_of: dict[Tensor, int] = {}
-        storage = self._storage
+    def _forget_plans(self) -> None:
+        """Nothing is managed yet; the first use plans, on all ranks."""
+        self._storages: dict[object, Storage] = {}
+        self._homes: dict[Tensor, tuple[Storage, int]] = {}
+        self._loads: dict[int, float] = {}
+
+    @property
+    def _is_planned(self) -> bool:
+        return bool(self._storages)
+
+    def _agreement(self) -> Agreement:
+        return Agreement(mesh_group(self._mesh))
+
+    def _manage_parameters(self) -> None:
+        """Plan and give state to parameters that are not managed yet, and let go of those that left the groups; on all
+        ranks alike."""
+        self._release_departed()
         new = self._unmanaged()
-        storage.agreement.require_same(
+        # Without any parameter there is still a storage to agree through.
+        storages = [self._storage_for(name, param) for name, param, _ in new] or [self._storage_for("", None)]
+        self._agreement().require_same(
             [repr(self._options)] + [record_of(name, param, group) for name, param, group in new], explain_difference
         )
-        managed = []
-        for name, param, group in new:
-            rule = self.rule_of(group)
-            cost = rule.cost(param.shape, group)
-            managed.append(ManagedParameter(name, param, rule.blocks(param.shape, group), cost))
-        first = len(storage.parameters)
-        storage.add(managed)
-        for offset, (_, param, _) in enumerate(new):
-            self._index_of[param] = first + offset
-        self._make_state([(first + offset, param, group) for offset, (_, param, group) in enumerate(new)])
-        storage.remember_references()
+        by_storage: dict[int, list[tuple[str, Tensor, Group]]] = {}
+        for storage, entry in zip(storages, new, strict=False):
+            by_storage.setdefault(id(storage), []).append(entry)
+        for storage in self._storages.values():
+            entries = by_storage.get(id(storage), [])
+            if not entries and storage.parameters:
+                continue
+            first = len(storage.parameters)
+            storage.add([self._declared(name, param, group) for name, param, group in entries])
+            for index, (_, param, _) in enumerate(entries, first):
+                self._homes[param] = storage, index
+            self._make_state(storage, [(index, param, group) for index, (_, param, group) in enumerate(entries, first)])
+            storage.remember_references()
 
-    def _make_state(self, new: Sequence[tuple[int, Tensor, Group]]) -> None:
+    def _storage_for(self, name: str, param: Tensor | None) -> Storage:
+        """The storage of parameters that live like this one, made where there is none yet."""
+        options = self._options
+        if not isinstance(param, DTensor):
+            if "replicated" not in self._storages:
+                if param is not None and not any(isinstance(other, DTensor) for _, other, _ in self._trainable()):
+                    check_plain_mesh(self._mesh, name, param)
+                self._storages["replicated"] = ReplicatedStorage(
+                    flat_mesh(self._mesh),
+                    reduces_gradients=options["reduces_gradients"],
+                    master_dtype=options["master_dtype"],
+                    grad_dtype=options["grad_dtype"],
+                    bucket_bytes=options["bucket_bytes"],
+                    broadcasts=options["broadcasts"],
+                )
+            return self._storages["replicated"]
+        mesh = param.device_mesh
+        if mesh not in self._storages:
+            check_mesh_covers(self._mesh, mesh, name, param)
+            self._storages[mesh] = DTensorStorage(
+                mesh,
+                master_dtype=options["master_dtype"],
+                exchange_bytes=options["exchange_bytes"],
+                loads=self._loads,
+            )
+        return self._storages[mesh]
+
+    def _declared(self, name: str, param: Tensor, group: Group) -> ManagedParameter:
+        """A parameter with what its rule declares about it."""
+        rule = self.rule_of(group)
+        return ManagedParameter(
+            name,
+            param,
+            rule.blocks(param.shape, group),
+            rule.cost(param.shape, group),
+            is_elementwise=rule.is_elementwise,
+            has_unit_state=any(spec.where == "unit" for spec in rule.state_spec(param.shape, group)),
+            wire_dtype=rule.wire_dtype(group),
+            num_measured=rule.num_measured(param.shape, group),
+        )
+
+    def _release_departed(self) -> None:
+        """Let go of storages none of whose parameters is in a group any more: accelerate swaps them for sharded ones."""
+        members = {param for group in self.param_groups for param in group["params"]}
+        for key, storage in list(self._storages.items()):
+            params = [managed.param for managed in storage.parameters]
+            if params and members.isdisjoint(params):
+                storage.retire()
+                del self._storages[key]
+                for param in params:
+                    del self._homes[param]
+                    self.state.pop(param, None)
+
+    def _make_state(self, storage: Storage, new: Sequence[tuple[int, Tensor, Group]]) -> None:
         """State exists from construction, on every rank alike, whether a parameter ever gets a gradient or not."""
         by_spec: dict[tuple[str, str, torch.dtype | None, float], dict[int, StateSpec]] = {}
         for index, param, group in new:
             for spec in self.rule_of(group).state_spec(param.shape, group):
                 by_spec.setdefault((spec.name, spec.where, spec.dtype, spec.fill), {})[index] = spec
-        made: dict[int, dict[str, RaggedTensor]] = {index: {} for index, _, _ in new}
+        made: dict[int, dict[str, DTensor]] = {index: {} for index, _, _ in new}
         for (name, where, dtype, fill), specs in by_spec.items():
             if where == "parameter":
-                tensors = self._storage.allocate_like_parameters(list(specs), dtype, fill)
+                tensors = storage.allocate_like_parameters(list(specs), dtype, fill)
             else:
                 numels = {index: spec.unit_numels for index, spec in specs.items()}
-                tensors = self._storage.allocate_per_unit(numels, dtype, fill)
+                tensors = storage.allocate_per_unit(numels, dtype, fill)
             for index, tensor in tensors.items():
                 made[index][name] = tensor
-        for index, tensor in self._storage.masters([index for index, _, _ in new]).items():
+        for index, tensor in storage.masters([index for index, _, _ in new]).items():
             made[index]["master"] = tensor
         for index, param, _ in new:
             earlier = self.state.get(param, {})
             self.state[param] = {"step": torch.zeros((), device="cpu"), **made[index]}
-            self._copy_state(param, earlier)
+            copy_state(self.state[param], earlier)
 
     def _unmanaged(self) -> list[tuple[str, Tensor, Group]]:
-        """Parameters that require gradients and that the storage does not look after yet, each once."""
-        new = {id(entry[1]): entry for entry in self._trainable() if entry[1] not in self._index_of}
+        """Parameters that require gradients and that no storage looks after yet, each once."""
+        new = {id(entry[1]): entry for entry in self._trainable() if entry[1] not in self._homes}
         return list(new.values())
+
+    def _has_to_plan(self) -> bool:
+        """Whether the groups hold other parameters than the storages do."""
+        if self._unmanaged():
+            return True
+        members = {param for group in self.param_groups for param in group["params"]}
+        return any(
+            storage.parameters and members.isdisjoint(managed.param for managed in storage.parameters)
+            for storage in self._storages.values()
+        )
 
     def _trainable(self) -> Iterable[tuple[str, Tensor, Group]]:
         """(name, parameter, group) of all parameters that require gradients, in the order of groups."""
@@ -273,18 +372,24 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._storage is None:
-            if any(param.grad is not None for _, param, _ in self._trainable()):
+        if not self._is_planned:
+            if any(param.grad is not None and not isinstance(param, DTensor) for _, param, _ in self._trainable()):
                 warnings.warn(
                     "this optimizer is a copy that had not planned yet, so gradients were local until now: step() averages "
                     "them, but clipping before it saw one rank's own; call zero_grad() once after copying",
                     stacklevel=3,
                 )
-            self._manage_new_parameters()
-        self._storage.arrive()
+            self._manage_parameters()
+        else:
+            # Nothing is asked of storages whose parameters have been swapped: their modules have let them go.
+            self._release_departed()
+            if not self._is_planned:
+                self._manage_parameters()
+        for storage in self._storages.values():
+            storage.arrive()
         self._synchronize()
-        if self._unmanaged():
-            self._manage_new_parameters()
+        if self._has_to_plan():
+            self._manage_parameters()
             self._synchronize()
         if not self._skips_step():
             self._update()
@@ -299,98 +404,67 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         names = [name for name, _, _ in self._unmanaged()]
         marks = fingerprint(hyperparameters), fingerprint(names)
-        agreed = self._storage.synchronize([marks[0], -marks[0], marks[1], -marks[1]], None)
-        if agreed[0] != -agreed[1]:
-            self._storage.agreement.require_same(
-                [f"group {number}: {values}" for number, values in enumerate(hyperparameters)],
-                explain_difference,
-            )
-        if agreed[2] != -agreed[3]:
-            self._storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
+        for storage in self._storages.values():
+            agreed = storage.synchronize([marks[0], -marks[0], marks[1], -marks[1]], None)
+            if agreed[0] != -agreed[1]:
+                storage.agreement.require_same(
+                    [f"group {number}: {values}" for number, values in enumerate(hyperparameters)],
+                    explain_difference,
+                )
+            if agreed[2] != -agreed[3]:
+                storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
+        for group in self.param_groups:
+            self.rule_of(group).check_step(group, self.state)
 
     def _skips_step(self) -> bool:
         """Whether a rule cannot take the gradients (see `Rule.max_gradient`); the same on all ranks."""
         limits = [rule.max_gradient for rule in map(self.rule_of, self.param_groups) if rule.max_gradient is not None]
         if not limits:
             return False
-        storage = self._storage
-        present = {index: storage.gradient(index) for index in self._index_of.values() if storage.has_gradient(index)}
-        held = {index: grad for index, grad in present.items() if grad.numel()}
+        managed = list(self._homes.values())
+        held = {}
+        for number, (storage, index) in enumerate(managed):
+            if storage.has_gradient(index) and storage.shard(index).numel():
+                held[number] = storage.gradient(index)
         # A NaN is smallest and largest at once.
         extremes = [value.float() for grad in held.values() for value in torch.aminmax(grad)]
         largest = torch.stack(extremes).view(-1, 2).abs().amax(dim=1).tolist() if held else []
-        bad = [index + 1 for index, value in zip(held, largest, strict=True) if not value <= min(limits)]
-        (agreed,) = storage.agreement.maximum([max(bad, default=0)])
+        bad = [number + 1 for number, value in zip(held, largest, strict=True) if not value <= min(limits)]
+        (agreed,) = self._agreement().maximum([max(bad, default=0)])
         if agreed:
+            storage, index = managed[agreed - 1]
             warnings.warn(
-                f"the gradient of parameter '{storage.parameters[agreed - 1].name}' has NaN, infinite or huge entries: "
+                f"the gradient of parameter '{storage.parameters[index].name}' has NaN, infinite or huge entries: "
                 f"all ranks skip this step, parameters and state are untouched (entries may be up to {min(limits):g})",
                 stacklevel=3,
             )
         return agreed > 0
 
     def _update(self) -> None:
-        storage = self._storage
-        storage.refresh_masters()
-        group_of = {self._index_of[param]: number for number, group in enumerate(self.param_groups)
-                    for param in group["params"] if param in self._index_of}
-        for bucket, members in enumerate(storage.bucket_members()):
-            by_group: dict[int, list[int]] = {}
-            for index in members:
-                if index in group_of and storage.has_gradient(index):
-                    by_group.setdefault(group_of[index], []).append(index)
-            for number in sorted(by_group):
-                self._update_group(by_group[number], self.param_groups[number])
-            if by_group:
-                storage.publish(bucket)
-        if self._overlaps_forward:
-            storage.let_travel()
-        else:
-            storage.arrive()
-
-    def _update_group(self, indices: Sequence[int], group: Group) -> None:
-        """Run the rule of a group on what this rank holds of some of its parameters."""
-        rule = self.rule_of(group)
-        for index in indices:
-            self.state[self._storage.parameters[index].param]["step"] += 1
-        by_kind: dict[tuple[str, ...], list[int]] = {}
-        for index in indices:
-            if self._storage.shard(index).numel():
-                by_kind.setdefault(tuple(self.state[self._storage.parameters[index].param]), []).append(index)
-        for held in by_kind.values():
-            shards = self._shards_of(held)
-            if rule.is_elementwise:
-                rule.apply(shards, [], group)
-                continue
-            wires = rule.prepare(shards, group)
-            directions = rule.compute(self._units_of(held, shards, wires), group)
-            rule.apply(shards, directions, group)
-
-    def _shards_of(self, indices: Sequence[int]) -> Shards:
-        storage, shards = self._storage, Shards()
-        for index in indices:
-            managed = storage.parameters[index]
-            param = storage.shard(index)
-            shards.params.append(param)
-            shards.grads.append(storage.gradient(index).to(param.dtype))
-            shards.blocks.append(managed.blocks)
-            shards.starts.append(storage.extent_start(index))
-            shards.names.append(managed.name)
-            state = self.state[managed.param]
-            shards.steps.append(int(state["step"]))
-            for name, value in state.items():
-                if name != "step":
-                    shards.state.setdefault(name, []).append(value._local_tensor)
-        return shards
-
-    def _units_of(self, indices: Sequence[int], shards: Shards, wires: Sequence[Tensor]) -> list[Units]:
-        result = []
-        for position, (index, wire) in enumerate(zip(indices, wires, strict=True)):
-            first, count = self._storage.unit_range(index)
-            state = {name: values[position] for name, values in shards.state.items()}
-            blocks, step, name = shards.blocks[position], shards.steps[position], shards.names[position]
-            result.append(Units(wire, blocks, first, count, state, step, name))
-        return result
+        number_of = {
+            param: number for number, group in enumerate(self.param_groups) for param in group["params"]
+        }
+        updates = []
+        for storage in self._storages.values():
+            storage.refresh_copies()
+            for bucket, members in enumerate(storage.bucket_members()):
+                by_group: dict[int, list[int]] = {}
+                for index in members:
+                    number = number_of.get(storage.parameters[index].param)
+                    if number is not None and storage.has_gradient(index):
+                        by_group.setdefault(number, []).append(index)
+                calls = [
+                    (self.rule_of(self.param_groups[number]), self.param_groups[number], by_group[number])
+                    for number in sorted(by_group)
+                ]
+                if calls:
+                    updates.append(BucketUpdate(storage, bucket, calls, self.state.__getitem__))
+        run(updates)
+        for storage in self._storages.values():
+            if self._overlaps_forward:
+                storage.let_travel()
+            else:
+                storage.arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients. With grad_sync="reduce_scatter" `.grad` stays a sharded zero until the next flush, so that
@@ -398,23 +472,29 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
         Parameters that were unfrozen or added join here; all ranks must call it then.
         """
-        if self._storage is None:
-            self._manage_new_parameters()
-        if self._storage.reduction is None:
-            super().zero_grad(set_to_none)
-            return
+        if not self._is_planned:
+            self._manage_parameters()
         new = self._unmanaged()
         for _, param, _ in new:
             param.grad = None
-        if new:
-            self._manage_new_parameters()
-        self._storage.reduction.clear(set_to_none=set_to_none)
+        if self._has_to_plan():
+            self._manage_parameters()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in self._homes:
+                    forget_gradient(param, set_to_none=set_to_none)
+        for storage in self._storages.values():
+            storage.clear_gradients(set_to_none=set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside add up locally; the first backward outside, or `step()`, sends the sum."""
-        if self._storage is None or self._storage.reduction is None:
+        """Backwards inside add up locally; the first backward outside, or `step()`, sends the sum.
+
+        Concerns plain parameters; where a module is sharded (FSDP2), it decides itself when gradients are synchronised.
+        """
+        storage = self._storages.get("replicated")
+        if storage is None or storage.reduction is None:
             return nullcontext()
-        return self._storage.reduction.no_sync()
+        return storage.reduction.no_sync()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -427,8 +507,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         Raises:
             ValueError: groups or shapes that do not fit, by parameter name.
         """
-        if self._storage is None:
-            self._manage_new_parameters()
+        if self._has_to_plan():
+            self._manage_parameters()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         state_dict = self.adapt_state_dict(state_dict)
@@ -440,7 +520,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         ]
         if len(saved) == len(mine) and len(state_dict["param_groups"]) == len(self.param_groups):
             for key, (name, param) in zip(saved, mine, strict=True):
-                self._check_state(name, param, state_dict["state"].get(key, {}))
+                check_state(name, self.state.get(param, {}), state_dict["state"].get(key, {}))
             # A single-device optimizer's groups say less than ours.
             merged = [{**old, **new} for old, new in zip(self.param_groups, state_dict["param_groups"], strict=True)]
             for group in merged:
@@ -450,7 +530,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         for key, (_, param) in zip(saved, mine, strict=True):
             loaded = state_dict["state"].get(key, {})
             self._reset_state(param, loaded)
-            self._copy_state(param, loaded)
+            copy_state(self.state.get(param, {}), loaded)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -468,44 +548,12 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             self.__dict__.update(kept)
 
     def _reset_state(self, param: Tensor, loaded: Mapping[str, Any]) -> None:
-        """State as it was at construction: what a checkpoint lacks starts anew.
-
-        What it has is left alone: after `dcp.load` into `state_dict()` the loaded tensors are this very state.
-        """
-        index = self._index_of.get(param)
-        if index is None:
+        """State as it was at construction: what a checkpoint lacks starts anew."""
+        if param not in self._homes:
             return
-        if "step" not in loaded:
-            self.state[param]["step"].zero_()
         for group in self.param_groups:
             if any(param is member for member in group["params"]):
-                for spec in self.rule_of(group).state_spec(param.shape, group):
-                    if spec.name not in loaded:
-                        self.state[param][spec.name]._local_tensor.fill_(spec.fill)
-
-    def _check_state(self, name: str, param: Tensor, loaded: Mapping[str, Any]) -> None:
-        for key, value in self.state.get(param, {}).items():
-            if key in loaded and key != "step" and tuple(loaded[key].shape) != tuple(value.shape):
-                raise ValueError(
-                    f"state '{key}' of parameter '{name}' has shape {tuple(loaded[key].shape)} in the checkpoint and "
-                    f"{tuple(value.shape)} here; load it into an optimizer over the same model and blocks"
-                )
-
-    @torch.no_grad()
-    def _copy_state(self, param: Tensor, loaded: Mapping[str, Any]) -> None:
-        for key, value in self.state.get(param, {}).items():
-            if key not in loaded:
-                continue
-            if key == "step":
-                value.fill_(float(loaded[key]))
-                continue
-            source = loaded[key]
-            if isinstance(source, DTensor) and source.placements == value.placements:
-                value._local_tensor.copy_(source._local_tensor)
-                continue
-            whole = source.full_tensor() if isinstance(source, DTensor) else source
-            start, end = value.placements[0].range(value.shape, self._storage.rank)
-            value._local_tensor.copy_(whole.reshape(-1)[start:end])
+                reset_state(self.state[param], self.rule_of(group).state_spec(param.shape, group), loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         extra = {name: self.__dict__[name] for name in ("_algorithm", "_others", "_options", "_mesh", "_overlaps_forward")}
@@ -515,12 +563,12 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         """After unpickling or deepcopy the copy plans its own parameters at its first use, on all ranks."""
         super().__setstate__(state)
         if "_mesh" in state:
-            self._storage = None
+            self._forget_plans()
 
     # -- report ------------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
         """A table: buckets, padding and its cause, bytes of state per rank, the busiest rank."""
-        if self._storage is None:
-            self._manage_new_parameters()
-        return describe_storage(type(self).__name__, self._storage, self.state)
+        if self._has_to_plan():
+            self._manage_parameters()
+        return describe_storages(type(self).__name__, list(self._storages.values()), self.state)

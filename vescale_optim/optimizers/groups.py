@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from vescale_optim.optimizers.rule import Group
 
@@ -49,23 +48,37 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
 
 
 def check_mesh(mesh: object) -> None:
-    """Raise where `mesh` is no one-dimensional device mesh."""
+    """Raise where `mesh` is no device mesh that this process is part of."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is {type(mesh).__name__}; give a DeviceMesh: init_device_mesh(device_type, (world_size,))")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process is not part of {mesh}; construct the optimizer on its ranks only")
+
+
+def check_plain_mesh(mesh: DeviceMesh, name: str, param: Tensor) -> None:
+    """Raise where plain parameters, which are equal on all ranks, meet a mesh of several axes."""
     if mesh.ndim != 1:
         raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; give the axis that replicates the parameters, for example "
-            'mesh["dp"]'
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}, but parameter '{name}' of shape {tuple(param.shape)} is "
+            'plain; give the axis that replicates the parameters, for example mesh["dp"]'
+        )
+
+
+def check_mesh_covers(mesh: DeviceMesh, own: DeviceMesh, name: str, param: Tensor) -> None:
+    """Raise where a DTensor parameter lives on ranks outside the optimizer's mesh."""
+    outside = sorted(set(own.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
+    if outside:
+        raise ValueError(
+            f"parameter '{name}' of shape {tuple(param.shape)} is sharded over axes {own.mesh_dim_names} with ranks "
+            f"{outside} that the optimizer's mesh, axes {mesh.mesh_dim_names}, does not have; give a mesh that covers the "
+            "meshes of all parameters"
         )
 
 
 def check_logical(name: str, param: Tensor) -> None:
-    """Raise where a parameter is a flat piece of others or a kind that this storage does not take."""
-    where = f"parameter '{name}' of shape {tuple(param.shape)}"
+    """Raise where a parameter is a flat piece of others, whose shape says nothing."""
     if type(param).__name__ == "FlatParameter" or getattr(param, "_fsdp_flattened", False):
         raise ValueError(
-            f"{where} is flattened by FSDP1, which hides the shapes that decide its update; use fully_shard (FSDP2), or "
-            "give the optimizer the unwrapped model"
+            f"parameter '{name}' of shape {tuple(param.shape)} is flattened by FSDP1, which hides the shapes that decide "
+            "its update; use fully_shard (FSDP2), or give the optimizer the unwrapped model"
         )
-    if isinstance(param, DTensor):
-        raise TypeError(f"{where} is a DTensor of placements {param.placements}; give plain, replicated parameters")

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,9 @@ from vescale_optim.optimizers.orthogonalize import (
 )
 from vescale_optim.optimizers.routing import muon_param_groups, warn_about_vocabulary
 from vescale_optim.optimizers.rule import Group, Shards, StateSpec, Units
+from vescale_optim.optimizers.vector_lanes import ends_like_whole, run_in_lanes, vector_lanes
 from vescale_optim.sharding.blocks import Blocks
+from vescale_optim.sharding.regions import Part
 
 # A batch of small matrices saves kernel launches; large ones gain nothing, and on CPU their batch leaves the cache.
 BATCH_NUMEL = 1 << 17
@@ -49,7 +52,7 @@ class ShardedMuon(ShardedOptimizer):
 
     Args:
         params: what torch.optim takes (parameters, named parameters, groups), or a module.
-        mesh: one-dimensional device mesh of the ranks that train together.
+        mesh: device mesh of the ranks that train together.
         lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as in `torch.optim.Muon`.
         ns_dtype: dtype of the Newton-Schulz iteration.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of the AdamW groups.
@@ -147,6 +150,10 @@ class ShardedMuon(ShardedOptimizer):
     def state_spec(self, shape: Sequence[int], group: Group) -> list[StateSpec]:
         return [StateSpec("momentum_buffer")]
 
+    def wire_dtype(self, group: Group) -> torch.dtype:
+        # Newton-Schulz casts its input to this and returns it.
+        return NS_DTYPES[group["ns_dtype"]]
+
     def prepare(self, shards: Shards, group: Group) -> list[Tensor]:
         momentum, buffers = group["momentum"], shards.state["momentum_buffer"]
         torch._foreach_lerp_(buffers, shards.grads, 1 - momentum)
@@ -179,13 +186,29 @@ class ShardedMuon(ShardedOptimizer):
 
     def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
         lr = float(group["lr"])
-        for param, direction, blocks, start in zip(
-            shards.params, directions, shards.blocks, shards.starts, strict=True
-        ):
+        entries = zip(shards.params, directions, shards.blocks, shards.starts, shards.regions, strict=True)
+        for param, direction, blocks, start, region in entries:
             # Not foreach: on CPU (torch 2.13) it rounds the factor to bf16 first, which loses a small decay entirely.
             param.mul_(1 - lr * group["weight_decay"])
-            for shape, part, step in split_by_step(param, direction, blocks, start, group["adjust_lr_fn"]):
-                add_direction_(part, step, -(lr * lr_ratio(*shape, group["adjust_lr_fn"])), shape)
+            for shape, part, step in split_by_step(param, direction, blocks, start, region, group["adjust_lr_fn"]):
+                alpha = -(lr * lr_ratio(*shape, group["adjust_lr_fn"]))
+                if part is param and is_cut_in_lanes(param, blocks, start):
+                    operation = partial(add_pair_, alpha=alpha, shape=shape)
+                    # torch.add takes two vectors at a time.
+                    run_in_lanes(operation, [param, direction], 1, blocks.shape, region, 2 * vector_lanes(param.dtype))
+                else:
+                    add_direction_(part, step, alpha, shape)
+
+
+def is_cut_in_lanes(param: Tensor, blocks: Blocks, start: int | None) -> bool:
+    """Whether a shard of a single bf16 matrix on CPU ends where the kernel would not end in the matrix."""
+    is_sensitive = param.device.type == "cpu" and param.dtype == torch.bfloat16 and blocks.num_units == 1
+    lanes = 2 * vector_lanes(param.dtype)
+    return is_sensitive and not ends_like_whole(start, param.numel(), blocks.units.numel, lanes)
+
+
+def add_pair_(pair: list[Tensor], *, alpha: float, shape: tuple[int, int]) -> None:
+    add_direction_(*pair, alpha, shape)
 
 
 def add_direction_(param: Tensor, direction: Tensor, alpha: float, shape: tuple[int, int]) -> None:
@@ -207,23 +230,58 @@ def add_direction_(param: Tensor, direction: Tensor, alpha: float, shape: tuple[
 
 
 def split_by_step(
-    param: Tensor, direction: Tensor, blocks: Blocks, start: int, adjust_lr_fn: str | None
+    param: Tensor,
+    direction: Tensor,
+    blocks: Blocks,
+    start: int | None,
+    region: Sequence[Part],
+    adjust_lr_fn: str | None,
 ) -> list[tuple[tuple[int, int], Tensor, Tensor]]:
-    """Parts of a shard of whole units whose matrices step alike, with their shape: mostly the whole shard."""
-    # A bf16 kernel on CPU rounds the last elements of a tensor otherwise than its vectors: there, matrix by matrix.
-    is_whole = param.device.type != "cpu" or param.dtype != torch.bfloat16 or blocks.num_units == 1
-    shape = common_shape(blocks, adjust_lr_fn)
+    """Parts of a shard whose matrices step alike, with the shape of their matrix: mostly the whole shard."""
     if param.numel() == 0:
         return []
+    shape = common_shape(blocks, adjust_lr_fn)
+    holds_units = start is not None and holds_whole_units(blocks, start, start + param.numel())
+    # A bf16 kernel on CPU rounds the last elements of a tensor otherwise than its vectors: there, matrix by matrix.
+    is_whole = param.device.type != "cpu" or param.dtype != torch.bfloat16 or blocks.num_units == 1 or not holds_units
     if shape is not None and is_whole:
         return [(shape, param, direction)]
-    first, last = blocks.unit_at(start), blocks.unit_at(start + param.numel() - 1)
-    pieces = (blocks.pieces(flat, first, last - first + 1) for flat in (param, direction))
+    if holds_units:
+        first, last = blocks.unit_at(start), blocks.unit_at(start + param.numel() - 1)
+        pieces = (blocks.pieces(flat, first, last - first + 1) for flat in (param, direction))
+        return [
+            ((p.size(-2), p.size(-1)), p, d)
+            for stacks in zip(*pieces, strict=True)
+            for p, d in zip(*(stack.unbind(0) for stack in stacks), strict=True)
+        ]
     return [
-        ((p.size(-2), p.size(-1)), p, d)
-        for stacks in zip(*pieces, strict=True)
-        for p, d in zip(*(stack.unbind(0) for stack in stacks), strict=True)
+        (rows_by_columns, cut.view(param), cut.view(direction))
+        for part in region
+        for rows_by_columns, cut in cut_along_out(blocks, part)
     ]
+
+
+def holds_whole_units(blocks: Blocks, start: int, end: int) -> bool:
+    """Whether the elements start:end of the flat tensor are whole units."""
+    return blocks.unit_start(blocks.unit_at(start)) == start and (
+        end == blocks.units.numel or blocks.unit_start(blocks.unit_at(end)) == end
+    )
+
+
+def cut_along_out(blocks: Blocks, part: Part) -> list[tuple[tuple[int, int], Part]]:
+    """A box of a parameter with splits, cut where its matrices end: each with the (rows, columns) of its matrix."""
+    axis, sizes = blocks.out_axis, [shape[0] for shape in blocks.matrix_shapes]
+    ends = list(accumulate(sizes))
+    cuts = []
+    for shape, end in zip(blocks.matrix_shapes, ends, strict=True):
+        low = max(end - shape[0], part.start[axis])
+        high = min(end, part.start[axis] + part.size[axis])
+        if low < high:
+            begin = (*part.start[:axis], low, *part.start[axis + 1 :])
+            size = (*part.size[:axis], high - low, *part.size[axis + 1 :])
+            offset = part.offset + (low - part.start[axis]) * part.strides[axis]
+            cuts.append((shape, Part(begin, size, offset, part.strides)))
+    return cuts
 
 
 @cache

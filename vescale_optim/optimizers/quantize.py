@@ -21,12 +21,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from vescale_optim.sharding.blocks import Blocks, Tiles
+from vescale_optim.sharding.regions import Part, row_major_strides
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +115,13 @@ def _nearest_table(values: Tensor, lowest: int) -> Tensor:
 
 
 class QuantizationLayout(Protocol):
-    """Which elements share an absmax."""
+    """Which elements share an absmax.
+
+    Attributes:
+        is_rectangular: whether blocks are boxes of the tensor rather than runs of the flat one.
+    """
+
+    is_rectangular: bool
 
     def blocks(self, shape: Sequence[int]) -> Blocks:
         """Units of the tensor, each of whole quantisation blocks."""
@@ -126,12 +133,17 @@ class QuantizationLayout(Protocol):
         """Whole units and their scales as pairs that broadcast; a scale has size 1 along the axes of its block."""
         ...
 
+    def scale_numbers(self, shape: Sequence[int], box: Part, device: torch.device) -> Tensor:
+        """Which scale of the whole tensor each element of a box of it has: int64, flat, row-major over the box."""
+        ...
+
 
 @dataclass(frozen=True)
 class FlatLayout:
     """Runs of `numel` elements of the flat tensor, the last may be short: bitsandbytes' layout."""
 
     numel: int
+    is_rectangular: ClassVar[bool] = False
 
     def blocks(self, shape: Sequence[int]) -> Blocks:
         return Blocks.flat(shape, self.numel)
@@ -144,6 +156,11 @@ class FlatLayout:
         split = whole * self.numel
         views = [(values[:split].view(whole, self.numel), absmax[:whole].unsqueeze(1))] if whole else []
         return views + ([(values[split:].unsqueeze(0), absmax[whole:].unsqueeze(1))] if split < values.numel() else [])
+
+    def scale_numbers(self, shape: Sequence[int], box: Part, device: torch.device) -> Tensor:
+        strides = row_major_strides(shape)
+        places = [place * stride for place, stride in zip(_places(box, device), strides, strict=True)]
+        return _sums(places, device) // self.numel
 
 
 @dataclass(frozen=True)
@@ -159,6 +176,7 @@ class TileLayout:
 
     columns: int
     size: int
+    is_rectangular: ClassVar[bool] = True
 
     def blocks(self, shape: Sequence[int]) -> Blocks:
         return Blocks.tiles(shape, self.size)
@@ -174,6 +192,25 @@ class TileLayout:
             for rows, panels, height in _parts(matrix.size(0), self.size)
             for columns, tiles, width in _parts(self.columns, self.size)
         ]
+
+    def scale_numbers(self, shape: Sequence[int], box: Part, device: torch.device) -> Tensor:
+        *leading, rows, columns = _places(box, device)
+        tiles = self.scales_per_unit()
+        panels = -(-shape[-2] // self.size) * tiles
+        matrices = [place * (stride * panels) for place, stride in zip(leading, row_major_strides(shape[:-2]), strict=True)]
+        return _sums([*matrices, rows // self.size * tiles, columns // self.size], device)
+
+
+def _sums(axes: Sequence[Tensor], device: torch.device) -> Tensor:
+    """For every place of a box the sum of one number for each axis, flat and row-major."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for numbers in axes:
+        total = total.unsqueeze(-1) + numbers
+    return total.reshape(-1)
+
+
+def _places(box: Part, device: torch.device) -> list[Tensor]:
+    return [torch.arange(start, start + size, device=device) for start, size in zip(box.start, box.size, strict=True)]
 
 
 def _parts(length: int, size: int) -> list[tuple[slice, slice, int]]:
@@ -251,13 +288,25 @@ def quantize_(
         codes, absmax: uint8 and fp32, flat, to be overwritten.
         scratch: two int32 tensors of the size of `values`.
     """
-    index, found = scratch
+    _, found = scratch
     largest = torch.abs(values, out=found.view(torch.float32)) if book.is_signed else values
     for (block, scale), (magnitude, _) in zip(layout.views(values, absmax), layout.views(largest, absmax), strict=True):
         torch.amax(magnitude, dim=tuple(range(1, magnitude.ndim, 2)), keepdim=True, out=scale)
         # Not the reciprocal: of a subnormal it is infinite. A block of zeros becomes NaN, which has the code of 0.
         block.div_(scale)
-    bits = values.view(torch.int32)
+    find_codes_(values, codes, book, scratch)
+
+
+def find_codes_(ratios: Tensor, codes: Tensor, book: Codebook, scratch: Sequence[Tensor]) -> None:
+    """Write the codes of the nearest codebook values.
+
+    Args:
+        ratios: fp32, flat and contiguous: values divided by their scale.
+        codes: uint8, flat, to be overwritten.
+        scratch: two int32 tensors of the size of `ratios`.
+    """
+    index, found = scratch
+    bits = ratios.view(torch.int32)
     torch.bitwise_right_shift(bits, 16, out=index).add_(1 << 15)
     torch.index_select(book.table, 0, index, out=found)
     found.add_(bits).bitwise_right_shift_(16)

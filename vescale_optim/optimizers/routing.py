@@ -17,8 +17,8 @@ from torch import nn
 def muon_param_groups(model: nn.Module, head: str | nn.Module | None = None) -> list[dict[str, Any]]:
     """Two param groups of a module: hidden matrices for Muon, everything else with `algorithm="adamw"`.
 
-    AdamW gets parameters of fewer than two dimensions, embeddings (by module type), the output head, and what is tied to
-    either.
+    AdamW gets parameters of fewer than two dimensions, biases (those of experts are stacked, [experts, out], and still no
+    matrices), embeddings (by module type), the output head, and what is tied to either.
 
     Args:
         model: the model, not wrapped; `get_output_embeddings()` (transformers) names its head.
@@ -35,7 +35,8 @@ def muon_param_groups(model: nn.Module, head: str | nn.Module | None = None) -> 
     ids = {id(param) for module in vocabulary for param in module.parameters(recurse=False)}
     matrices, others = [], []
     for name, param in model.named_parameters():
-        (others if id(param) in ids or param.ndim < 2 else matrices).append((name, param))
+        is_vector = param.ndim < 2 or name.rpartition(".")[2].endswith("bias")
+        (others if id(param) in ids or is_vector else matrices).append((name, param))
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
     return [group for group in groups if group["params"]]
 

@@ -7,13 +7,17 @@ three moves. Between them the library may carry whole units to their owners and 
     compute   on the owner      whole units -> directions; no collectives in here
     apply     on the shard      p.mul_(1 - lr * weight_decay); p.add_(direction, alpha=-lr)
 
-An element-wise rule implements `apply` alone. All moves get lists of flat local views, so that they can use foreach and
-fused kernels; they edit parameters and state in place and must not edit gradients.
+An element-wise rule implements `apply` alone; one whose blocks are more than single elements may add `measure`, and then
+also updates parts of blocks, where DTensors are cut inside them. All moves get lists of flat local views, so that they can
+use foreach and fused kernels; they edit parameters and state in place and must not edit gradients.
+
+What a shard is depends on how the parameter is stored: a run of whole units where we store it, and any boxes of it (rows,
+columns) where FSDP2, tensor or expert parallelism do. `Shards.regions` says which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 
 from vescale_optim.sharding.blocks import Blocks
+from vescale_optim.sharding.regions import Part
 
 Group = dict[str, Any]
 
@@ -56,7 +61,10 @@ class Shards:
         state: for every `StateSpec` the flat local views.
         steps: number of the current step of each parameter, from 1.
         blocks: blocks of the whole parameters.
-        starts: position of each part in its flat parameter.
+        starts: position of each part in its flat parameter; None where it is not one run of it.
+        regions: the boxes of the parameter that each part is, and how they lie in it.
+        units: units whose "unit" state `state` holds; of an element-wise rule all of which the shard holds a part.
+        whole: of the units of an element-wise rule with blocks, those that the shard holds whole.
         names: of the parameters, for messages.
     """
 
@@ -65,7 +73,10 @@ class Shards:
     state: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     blocks: list[Blocks] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
+    starts: list[int | None] = field(default_factory=list)
+    regions: list[tuple[Part, ...]] = field(default_factory=list)
+    units: list[range] = field(default_factory=list)
+    whole: list[range] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
 
@@ -117,6 +128,19 @@ class Rule:
         """State of a parameter of this shape."""
         return []
 
+    def check_step(self, group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Raise where a group changed since construction in a way that its state does not allow.
+
+        Called in every step, on every rank alike, before anything changes; `state` is the optimizer's, by parameter.
+        """
+
+    def wire_dtype(self, group: Group) -> torch.dtype | None:
+        """dtype in which units and directions travel between ranks, where they must; None for what the moves return.
+
+        Choose what `compute` casts its input to first thing: then nothing is lost, and fewer bytes are sent.
+        """
+        return None
+
     def prepare(self, shards: Shards, group: Group) -> list[Tensor]:
         """What the units need, one flat tensor per shard; a fresh tensor, or the gradient itself."""
         return shards.grads
@@ -125,8 +149,21 @@ class Rule:
         """Directions, flat and laid out like `values`, one per entry."""
         raise NotImplementedError(f"{type(self).__name__} is element-wise: it has no compute")
 
+    def num_measured(self, shape: Sequence[int], group: Group) -> int:
+        """Numbers that `measure` gives for each unit; 0 for an element-wise rule that needs its units whole."""
+        return 0
+
+    def measure(self, shards: Shards, group: Group) -> list[Tensor]:
+        """What an element-wise rule has to know of whole units where shards hold parts: maxima over the elements.
+
+        Returns:
+            For each shard fp32 [units, num_measured], none negative. `apply` gets the maxima over all ranks for units that
+            are cut; rows of units that the shard holds whole are left as they are.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not measure parts of units")
+
     def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
-        """Update parameters in place; `directions` is empty for an element-wise rule."""
+        """Update parameters in place; for an element-wise rule `directions` is what was measured, empty if nothing was."""
         raise NotImplementedError(f"{type(self).__name__} must implement apply")
 
     @property

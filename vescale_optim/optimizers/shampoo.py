@@ -16,21 +16,21 @@ Tiles are cut from the logical parameter, so the result is the same on any numbe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
-from vescale_optim.optimizers.base import Params, ShardedOptimizer
+from vescale_optim.optimizers.base import Params
 from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.matrix_roots import EIGH_FLOPS, inverse_root
 from vescale_optim.optimizers.rule import Group, Shards, StateSpec, Units
+from vescale_optim.optimizers.tiled import TiledOptimizer
 from vescale_optim.optimizers.tiles import (
     MATRIX_LAYOUT,
-    MAX_GRADIENT,
     Tile,
     add_grams,
     batches_of,
@@ -53,7 +53,7 @@ SCALED_GRAFTINGS = ("adam", "rmsprop", "adagrad")
 PAIRS = ("factors", "roots")
 
 
-class ShardedShampoo(ShardedOptimizer):
+class ShardedShampoo(TiledOptimizer):
     """Shampoo for matrices and AdamW for the rest, sharded over `mesh`.
 
     A matrix with a dimension above `max_preconditioner_dim` = b is cut into tiles of b x b, each preconditioned by
@@ -71,8 +71,8 @@ class ShardedShampoo(ShardedOptimizer):
         eps: added to the norm that grafting divides by.
         weight_decay: decoupled; it does not enter the momentum.
         max_preconditioner_dim: b.
-        precondition_frequency: steps between two computations of the roots of a tile. Tile i of a parameter is due when
-            step % frequency == i % frequency, so the tiles of large matrices take turns.
+        precondition_frequency: steps between two computations of the roots of a tile. The tiles of all parameters take
+            turns, shape by shape (`turns_of`): the one of turn t is due when step % frequency == t % frequency.
         start_preconditioning_step: first step with roots, computed for all tiles; -1 for `precondition_frequency`. Before
             it the grafted direction is the update.
         grafting: whose step length each tile takes over: "adam" (bias-corrected), "rmsprop" (not), "adagrad" (sum of
@@ -88,8 +88,6 @@ class ShardedShampoo(ShardedOptimizer):
     A group may also say how its matrices lie: `flatten`, `splits`, `interleave`, `matrix_layout`, see `Blocks.matrices`.
     A step in which any gradient is not finite (or above 1e15) is skipped on all ranks, with a warning.
     """
-
-    max_gradient = MAX_GRADIENT
 
     def __init__(
         self,
@@ -157,8 +155,16 @@ class ShardedShampoo(ShardedOptimizer):
         require(root is None or root > 0, "root_inv_override", root, "None or > 0")
         require(0 < group["matrix_eps"] < 1, "matrix_eps", group["matrix_eps"], "in (0, 1)")
 
-    def is_fallback(self, shape: Sequence[int], group: Group) -> bool:
-        return len(shape) < 2
+    def check_step(self, group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        needed = moment_names(group)
+        for number, param in enumerate(group["params"]):
+            missing = [name for name in needed if name not in state.get(param, needed)]
+            if missing:
+                name = group["param_names"][number] if "param_names" in group else f"number {number} of its group"
+                raise RuntimeError(
+                    f"parameter {name!r} has no state {missing}: its group now has momentum={group['momentum']} and "
+                    f"grafting={group['grafting']!r}, which need it; give momentum > 0 and the grafting at construction"
+                )
 
     def blocks(self, shape: Sequence[int], group: Group) -> Blocks:
         return tile_blocks(shape, group["max_preconditioner_dim"], group)
@@ -176,14 +182,10 @@ class ShardedShampoo(ShardedOptimizer):
         pairs = [pair_state(name, blocks) for name in PAIRS]
         return pairs + [moment_state(name, blocks) for name in moment_names(group)]
 
-    def prepare(self, shards: Shards, group: Group) -> list[Tensor]:
-        return [grad.float() for grad in shards.grads]
-
     def compute(self, units: list[Units], group: Group) -> list[Tensor]:
         directions = [torch.empty_like(entry.values) for entry in units]
-        check_state(units, group)
-        tiles = tiles_of(units, directions, PAIRS, moment_names(group))
-        for batch in batches_of(tiles, lambda tile: (tile.step, is_due(tile.index, tile.step, group))):
+        tiles = tiles_of(units, directions, self.turns(units), PAIRS, moment_names(group))
+        for batch in batches_of(tiles, lambda tile: (tile.step, is_due(tile.turn, tile.step, group))):
             precondition(batch, group)
         return directions
 
@@ -201,29 +203,16 @@ def moment_names(group: Group) -> list[str]:
     return ["exp_avg", *grafting_sq, *(["momentum_buffer"] if group["momentum"] > 0 else [])]
 
 
-def check_state(units: Sequence[Units], group: Group) -> None:
-    for entry in units:
-        missing = [name for name in moment_names(group) if name not in entry.state]
-        if missing:
-            raise RuntimeError(
-                f"parameter '{entry.name}' has no state {missing}: its group now has momentum={group['momentum']} and "
-                f"grafting={group['grafting']!r}, which need it; give momentum > 0 and the grafting at construction"
-            )
-
-
 def start_of(group: Group) -> int:
     """First step that uses roots."""
     start = group["start_preconditioning_step"]
     return group["precondition_frequency"] if start == -1 else start
 
 
-def is_due(index: int, step: int, group: Group) -> bool:
-    """Whether the roots of tile `index` are computed in this step: all in the first one, later the tiles take turns.
-
-    Depends on nothing but the position of the tile in its parameter: not on ranks, nor on other parameters.
-    """
+def is_due(turn: int, step: int, group: Group) -> bool:
+    """Whether the roots of a tile are computed in this step: all in the first one, later the tiles take turns."""
     frequency, start = group["precondition_frequency"], start_of(group)
-    return step == start or (step > start and step % frequency == index % frequency)
+    return step == start or (step > start and step % frequency == turn % frequency)
 
 
 def precondition(batch: Sequence[Tile], group: Group) -> None:
@@ -232,11 +221,11 @@ def precondition(batch: Sequence[Tile], group: Group) -> None:
     step = batch[0].step
     gradients = stacked([tile.gradient for tile in batch])
     add_grams(batch, gradients, beta2)
-    if is_due(batch[0].index, step, group):
+    if is_due(batch[0].turn, step, group):
         compute_roots(batch, bias_correction(beta2, step), group)
     moments = [tile.moments["exp_avg"] for tile in batch]
     torch._foreach_lerp_(moments, each(gradients), 1 - beta1)
-    moment = stacked(moments).div_(bias_correction(beta1, step))
+    moment = stacked(moments) / bias_correction(beta1, step)
     update = grafted = grafted_direction(batch, gradients, moment, group)
     if step >= start_of(group):
         left, right = (stacked([tile.pairs["roots"][side] for tile in batch]) for side in (0, 1))
@@ -249,7 +238,7 @@ def precondition(batch: Sequence[Tile], group: Group) -> None:
 def compute_roots(batch: Sequence[Tile], correction: float, group: Group) -> None:
     """Inverse roots of both factors; where there are none, the last ones stay."""
     for side in (0, 1):
-        factors = stacked([tile.pairs["factors"][side] for tile in batch]).div_(correction)
+        factors = stacked([tile.pairs["factors"][side] for tile in batch]) / correction
         roots = inverse_root(factors, group["root_inv_override"] or 4, relative_eps=group["matrix_eps"])
         if roots is not None:
             store([tile.pairs["roots"][side] for tile in batch], roots)
@@ -272,8 +261,8 @@ def grafted_direction(batch: Sequence[Tile], gradients: Tensor, moment: Tensor, 
     torch._foreach_addcmul_(squares, each(gradients), each(gradients), value=weight_of(decay))
     square = stacked(squares)
     if grafting == "adam":
-        square.div_(bias_correction(beta2, batch[0].step))
-    return moment / square.sqrt_().add_(group["grafting_eps"])
+        square = square / bias_correction(beta2, batch[0].step)
+    return moment / square.sqrt().add_(group["grafting_eps"])
 
 
 def with_momentum(batch: Sequence[Tile], update: Tensor, group: Group) -> Tensor:

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
-from vescale_optim.optimizers.base import Params, ShardedOptimizer
+from vescale_optim.optimizers.base import Params
 from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.matrix_roots import QR_FLOPS, eigenbasis, power_step
 from vescale_optim.optimizers.rule import Group, Shards, StateSpec, Units
+from vescale_optim.optimizers.tiled import TiledOptimizer
 from vescale_optim.optimizers.tiles import (
     MATRIX_LAYOUT,
-    MAX_GRADIENT,
     Tile,
     add_grams,
     batches_of,
@@ -52,7 +52,7 @@ PAIRS = ("factors", "bases")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ShardedSOAP(ShardedOptimizer):
+class ShardedSOAP(TiledOptimizer):
     """SOAP for matrices and AdamW for the rest, sharded over `mesh`.
 
     A matrix lives whole on its owner; one with a dimension above `max_precond_dim` = b is cut into tiles of b x b, each a
@@ -70,8 +70,8 @@ class ShardedSOAP(ShardedOptimizer):
         shampoo_beta: decay of the factors; -1 for the second of `betas`.
         eps: added to the root of the second moment.
         weight_decay: decoupled, after the update.
-        precondition_frequency: steps between two refreshes of the basis of a tile. Tile i of a parameter is due when
-            (step - 1) % frequency == i % frequency, so the tiles of large matrices take turns.
+        precondition_frequency: steps between two refreshes of the basis of a tile. The tiles of all parameters take
+            turns, shape by shape (`turns_of`): the one of turn t is due when (step - 1) % frequency == t % frequency.
         max_precond_dim: b.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of the AdamW groups.
         options: keywords of every sharded optimizer, see `ShardedOptimizer`.
@@ -79,8 +79,6 @@ class ShardedSOAP(ShardedOptimizer):
     A group may also say how its matrices lie: `flatten`, `splits`, `interleave`, `matrix_layout`, see `Blocks.matrices`.
     A step in which any gradient is not finite (or above 1e15) is skipped on all ranks, with a warning.
     """
-
-    max_gradient = MAX_GRADIENT
 
     def __init__(
         self,
@@ -124,9 +122,6 @@ class ShardedSOAP(ShardedOptimizer):
         for name in ("precondition_frequency", "max_precond_dim"):
             require(is_positive_int(group[name]), name, group[name], "an integer >= 1")
 
-    def is_fallback(self, shape: Sequence[int], group: Group) -> bool:
-        return len(shape) < 2
-
     def blocks(self, shape: Sequence[int], group: Group) -> Blocks:
         return tile_blocks(shape, group["max_precond_dim"], group)
 
@@ -144,18 +139,15 @@ class ShardedSOAP(ShardedOptimizer):
         pairs = [pair_state(name, blocks) for name in PAIRS]
         return pairs + [moment_state(name, blocks) for name in MOMENTS]
 
-    def prepare(self, shards: Shards, group: Group) -> list[Tensor]:
-        return [grad.float() for grad in shards.grads]
-
     def compute(self, units: list[Units], group: Group) -> list[Tensor]:
         directions = [torch.empty_like(entry.values) for entry in units]
-        tiles = tiles_of(units, directions, PAIRS, MOMENTS)
+        tiles = tiles_of(units, directions, self.turns(units), PAIRS, MOMENTS)
         has_basis = has_values([tile.pairs["bases"][0] for tile in tiles])
         started = [tile for tile, has in zip(tiles, has_basis, strict=True) if has]
         waiting = [tile for tile, has in zip(tiles, has_basis, strict=True) if not has]
         if waiting:
             start(waiting, group)
-        for batch in batches_of(started, lambda tile: is_due(tile.index, tile.step, group)):
+        for batch in batches_of(started, lambda tile: is_due(tile.turn, tile.step, group)):
             precondition(batch, group)
         return directions
 
@@ -170,13 +162,10 @@ class ShardedSOAP(ShardedOptimizer):
                 param.mul_(1 - lr * group["weight_decay"])
 
 
-def is_due(index: int, step: int, group: Group) -> bool:
-    """Whether the bases of tile `index` are refreshed in this step; tiles take turns.
-
-    Depends on nothing but the position of the tile in its parameter: not on ranks, nor on other parameters.
-    """
+def is_due(turn: int, step: int, group: Group) -> bool:
+    """Whether the bases of a tile are refreshed in this step; tiles take turns."""
     frequency = group["precondition_frequency"]
-    return (step - 1) % frequency == index % frequency
+    return (step - 1) % frequency == turn % frequency
 
 
 def has_values(matrices: Sequence[Tensor]) -> list[bool]:
@@ -212,7 +201,7 @@ def precondition(batch: Sequence[Tile], group: Group) -> None:
     store([tile.direction for tile in batch], adam_direction(batch, gradients, group))
     # After the update: a basis that already knows a gradient would give it a second moment too small.
     add_to_factors(batch, gradients, group)
-    if is_due(batch[0].index, batch[0].step, group):
+    if is_due(batch[0].turn, batch[0].step, group):
         refresh_bases(batch)
 
 
@@ -230,7 +219,7 @@ def adam_direction(batch: Sequence[Tile], gradients: Tensor, group: Group) -> Te
     torch._foreach_lerp_(averages, each(projected), 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, each(projected), each(projected), value=1 - beta2)
-    adam = stacked(averages).div_(stacked(squares).sqrt_().add_(group["eps"]))
+    adam = stacked(averages) / stacked(squares).sqrt().add_(group["eps"])
     return left @ adam @ right.mT
 
 
@@ -250,5 +239,5 @@ def refresh_bases(batch: Sequence[Tile]) -> None:
 
 
 def side_of(batch: Sequence[Tile], name: str, side: int) -> Tensor:
-    """A state of one side of every tile, in memory of its own."""
+    """A state of one side of every tile, to be read."""
     return stacked([tile.pairs[name][side] for tile in batch])

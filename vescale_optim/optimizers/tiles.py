@@ -36,6 +36,9 @@ MATRIX_LAYOUT = {"flatten": None, "splits": None, "interleave": 1, "matrix_layou
 # Elements of the tiles that one batch takes, on devices that take batches.
 BATCH_NUMEL = 1 << 24
 
+# Bytes to which torch aligns what it allocates on CPU; products and decompositions of other memory round differently.
+ALIGNMENT = 64
+
 # The squares of a matrix of 1e8 such entries still have a finite sum in fp32.
 MAX_GRADIENT = 1e15
 
@@ -50,6 +53,7 @@ class Tile:
         pairs: views [rows, rows] and [columns, columns] of state that has a matrix per side, by name.
         moments: views [rows, columns] of state that has one number per element, by name.
         index: position among the tiles of the logical parameter.
+        turn: position among the tiles of the whole optimizer, see `turns_of`.
         step: number of the current step of the parameter, from 1.
         name: of the parameter, for messages.
     """
@@ -59,6 +63,7 @@ class Tile:
     pairs: dict[str, tuple[Tensor, Tensor]]
     moments: dict[str, Tensor]
     index: int
+    turn: int
     step: int
     name: str
 
@@ -139,12 +144,38 @@ def pair_state(name: str, blocks: Blocks) -> StateSpec:
     return StateSpec(name, where="unit", dtype=torch.float32, unit_numels=numels)
 
 
+def turns_of(parameters: Sequence[Blocks]) -> list[tuple[int, ...]]:
+    """When the tiles of all parameters are recomputed: tile after tile, those of one shape after each other.
+
+    Recomputing costs the cube of the shape, so each step then gets its share of the work: with `frequency` steps to go
+    round, the tiles whose turns are equal modulo `frequency` come together. Ranks and layouts play no part.
+
+        (5, 7) and (3, 6) by 3:     | 4 3x3 | 5 3x3 | 3 3x1 |     | 6 3x3 | 7 3x3 |
+                                    | 1 2x3 | 2 2x3 | 0 2x1 |
+    """
+    tiles = [
+        (shape, number, index) for number, blocks in enumerate(parameters) for index, shape in enumerate(tile_shapes(blocks))
+    ]
+    turns: list[dict[int, int]] = [{} for _ in parameters]
+    for turn, (_, number, index) in enumerate(sorted(tiles)):
+        turns[number][index] = turn
+    return [tuple(turn for _, turn in sorted(of_parameter.items())) for of_parameter in turns]
+
+
 def tiles_of(
-    units: Iterable[Units], directions: Iterable[Tensor], pair_names: Iterable[str], moment_names: Iterable[str]
+    units: Iterable[Units],
+    directions: Iterable[Tensor],
+    turns: Iterable[Sequence[int]],
+    pair_names: Iterable[str],
+    moment_names: Iterable[str],
 ) -> list[Tile]:
-    """Every tile of the units, with views of its gradient, direction and the state of these names."""
+    """Every tile of the units, with views of its gradient, direction and the state of these names.
+
+    Args:
+        turns: for each entry of `units`, the turns of all tiles of its parameter.
+    """
     tiles = []
-    for entry, direction in zip(units, directions, strict=True):
+    for entry, direction, entry_turns in zip(units, directions, turns, strict=True):
         gradients, targets = _matrices(entry, entry.values), _matrices(entry, direction)
         shapes = [tuple(gradient.shape) for gradient in gradients]
         pairs = {name: _pair_views(entry.state[name], shapes) for name in pair_names}
@@ -158,6 +189,7 @@ def tiles_of(
                     {name: views[position] for name, views in pairs.items()},
                     {name: views[position] for name, views in moments.items()},
                     first + position,
+                    entry_turns[first + position],
                     entry.step,
                     entry.name,
                 )
@@ -211,10 +243,16 @@ def grouped(tiles: Sequence[Tile], kind: Callable[[Tile], Hashable]) -> list[lis
 
 
 def stacked(views: Sequence[Tensor]) -> Tensor:
-    """A copy in fresh, aligned memory: [rows, columns] of a single view, else [batch, rows, columns]."""
+    """[rows, columns] of a single view, else [batch, rows, columns]; contiguous and aligned, and only to be read.
+
+    A single view that lies as a fresh tensor would is taken as it is.
+    """
     if len(views) > 1:
         return torch.stack(list(views))
-    return torch.empty(views[0].shape, dtype=views[0].dtype, device=views[0].device).copy_(views[0])
+    (view,) = views
+    if view.is_contiguous() and view.data_ptr() % ALIGNMENT == 0:
+        return view
+    return torch.empty(view.shape, dtype=view.dtype, device=view.device).copy_(view)
 
 
 def each(values: Tensor) -> list[Tensor]:

@@ -174,6 +174,27 @@ class Blocks:
         return cls(shape, _uneven_units([size * columns for size in sizes] * num_matrices), Rows(columns))
 
     @property
+    def out_axis(self) -> int:
+        """The axis of the tensor along which `matrices` with `splits` lie one after the other."""
+        if isinstance(self.layout, SplitColumns):
+            return len(self.shape) - 1
+        columns = self.layout.columns
+        return next(axis for axis in range(len(self.shape)) if prod(self.shape[axis + 1 :]) == columns)
+
+    @property
+    def matrix_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the matrices along `out_axis`, in order."""
+        if isinstance(self.layout, SplitColumns):
+            return self.piece_shapes(0)
+        shapes: list[tuple[int, int]] = []
+        rows = self.shape[self.out_axis]
+        for unit in range(self.num_units):
+            if sum(height for height, _ in shapes) == rows:
+                break
+            shapes += self.piece_shapes(unit)
+        return tuple(shapes)
+
+    @property
     def num_units(self) -> int:
         if self.units.boundaries is not None:
             return len(self.units.boundaries)

@@ -14,12 +14,13 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat buffer of at least `numel` elements with undefined contents."""
-        fitting = [b for b in self._free if b.dtype == dtype and b.device == device and b.numel() >= numel]
-        if not fitting:
+        alike = sorted((b for b in self._free if b.dtype == dtype and b.device == device), key=Tensor.numel)
+        if not alike:
             return torch.empty(numel, dtype=dtype, device=device)
-        smallest = min(fitting, key=Tensor.numel)
-        self._free = [buffer for buffer in self._free if buffer is not smallest]
-        return smallest
+        # One that is too small gives way to one that fits, so that no more are kept than were ever in use at a time.
+        chosen = next((buffer for buffer in alike if buffer.numel() >= numel), alike[-1])
+        self._free = [buffer for buffer in self._free if buffer is not chosen]
+        return chosen if chosen.numel() >= numel else torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor) -> None:
         self._free.append(buffer)

@@ -15,6 +15,7 @@ once, so a gradient does not depend on the algorithm of a backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate, count
 from typing import Any
 
@@ -109,36 +110,46 @@ def reduce_scatter_mean(
     pool: BufferPool,
     *,
     add: bool = False,
+    is_divided: bool = False,
     tag: int = 0,
 ) -> Pending:
     """Mean over the ranks of this rank's shard of `buffer`, into `out` (added to it where `add`).
 
     The sum runs in fp32 (fp64 for fp64) in rank order, then one division, one cast; on NCCL an fp32 buffer of equal
-    shards is summed in NCCL's order instead. `buffer` must not be touched before `wait()`; afterwards its own shard holds
+    shards is summed in NCCL's order instead. Where `is_divided`, what `buffer` holds was divided by the number of ranks
+    before (see `exact_factor`). `buffer` must not be touched before `wait()`; afterwards its own shard holds
     scratch values.
     On gloo, calls of different `tag` on one group may be launched in any order. Received copies lie in buffers of `pool`.
     """
     rank, size = group.rank(), group.size()
+    divisor = 1 if is_divided else size
     shards = shard_slices(buffer, shard_numels)
     own = shards[rank]
     if size == 1:
-        return Pending([], [buffer], lambda: _store_mean([own], out, add), blocks_host=False)
+        return Pending([], [buffer], lambda: _store_mean([own], out, add, divisor), blocks_host=False)
     if not is_host_backend(group, buffer.device) and buffer.dtype == torch.float32 and len(set(shard_numels)) == 1:
         work = _reduce_scatter_flat(own, buffer, op=ReduceOp.SUM, group=group, async_op=True)
-        return Pending([work], [buffer], lambda: _store_quotient(own, size, out, add), blocks_host=False)
-    received = pool.take(size * own.numel(), buffer.dtype, buffer.device)
-    parts = [received[source * own.numel() : (source + 1) * own.numel()] for source in range(size)]
+        return Pending([work], [buffer], lambda: _store_quotient(own, divisor, out, add), blocks_host=False)
     if is_host_backend(group, buffer.device):
-        parts[rank] = own
+        # One copy can lie where the mean will be, this rank's own stays in `buffer`; the others need scratch.
+        is_apart = out.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+        in_place = [(rank + 1) % size] if is_apart and out.dtype == buffer.dtype and not add else []
+        others = [source for source in range(size) if source != rank and source not in in_place]
+        received = pool.take(len(others) * own.numel(), buffer.dtype, buffer.device)
+        places = dict(zip(others, shard_slices(received, [own.numel()] * len(others)), strict=True))
+        places |= {rank: own, **dict.fromkeys(in_place, out)}
+        parts = [places[source] for source in range(size)]
         works = _exchange_by_messages(shards, parts, group, tag)
     else:
+        received = pool.take(size * own.numel(), buffer.dtype, buffer.device)
+        parts = [received[source * own.numel() : (source + 1) * own.numel()] for source in range(size)]
         flat = received[: size * own.numel()]
         sizes = [own.numel()] * size
         works = [dist.all_to_all_single(flat, buffer, sizes, list(shard_numels), group=group, async_op=True)]
     return Pending(
         works,
         [buffer, received],
-        lambda: _store_mean(parts, out, add),
+        lambda: _store_mean(parts, out, add, divisor),
         release=lambda: pool.give(received),
         blocks_host=is_host_backend(group, buffer.device),
     )
@@ -165,39 +176,55 @@ def _exchange_by_messages(
 CACHED_NUMEL = 1 << 20
 
 
-def _store_mean(parts: Sequence[Tensor], out: Tensor, add: bool) -> None:
-    """out (+)= mean of equally shaped parts: sum in list order in fp32 or wider, one division, one cast.
+def _store_mean(parts: Sequence[Tensor], out: Tensor, add: bool, divisor: int) -> None:
+    """out (+)= sum of equally shaped parts / divisor: sum in list order in fp32 or wider, one division, one cast.
 
     One part may be `out` itself; the others are scratch.
     """
     step = CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), step):
-        _store_mean_of_piece([part[start : start + step] for part in parts], out[start : start + step], add)
+        _store_mean_of_piece([part[start : start + step] for part in parts], out[start : start + step], add, divisor)
 
 
-def _store_mean_of_piece(parts: Sequence[Tensor], out: Tensor, add: bool) -> None:
+def _store_mean_of_piece(parts: Sequence[Tensor], out: Tensor, add: bool, divisor: int) -> None:
     wide = torch.promote_types(out.dtype, torch.float32)
     if out.dtype != wide or add:
         total, turn = parts[0].to(wide, copy=True), None
+    elif parts[0].dtype != wide:
+        total, turn = out.copy_(parts[0]), None
     else:
         # The running sum moves into `out` when it reaches the part that lies there, else with the last part.
         is_out = [part.data_ptr() == out.data_ptr() for part in parts]
         total, turn = parts[0], is_out.index(True) if any(is_out) else len(parts) - 1
     for position, part in enumerate(parts[1:], 1):
         total = torch.add(total, part, out=out if position == turn else total)
-    _store_quotient(total, len(parts), out, add)
+    _store_quotient(total, divisor, out, add)
 
 
 def _store_quotient(total: Tensor, divisor: int, out: Tensor, add: bool) -> None:
-    if divisor & (divisor - 1) == 0:
-        total.mul_(1 / divisor)  # the same bits, and a multiplication is cheaper
-    else:
-        total.div_(divisor)
+    _divide(total, divisor)
     if add:
         # The cast comes before the addition: each round adds the gradient that a single reduction would have given.
         out.add_(total.to(out.dtype))
     elif total.data_ptr() != out.data_ptr():
         out.copy_(total)
+
+
+def exact_factor(divisor: int, dtype: torch.dtype) -> float | None:
+    """1 / divisor, where multiplying values by it before they are summed gives the same bits as dividing the sum.
+
+    So for powers of two; not in fp16, whose small gradients would lose bits to its narrow range.
+    """
+    return 1 / divisor if divisor & (divisor - 1) == 0 and dtype != torch.float16 else None
+
+
+def _divide(total: Tensor, divisor: int) -> None:
+    if divisor == 1:
+        return
+    if divisor & (divisor - 1) == 0:
+        total.mul_(1 / divisor)  # the same bits, and a multiplication is cheaper
+    else:
+        total.div_(divisor)
 
 
 def all_reduce(
@@ -207,10 +234,69 @@ def all_reduce(
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
+def all_reduce_mean(tensor: Tensor, group: ProcessGroup) -> Pending:
+    """Mean over the ranks of the group, in place."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    return Pending(
+        [work], [tensor], lambda: _divide(tensor, group.size()), blocks_host=is_host_backend(group, tensor.device)
+    )
+
+
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Pending:
     """Give every rank the tensor of rank `source` of the group, in place."""
     work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
     return Pending([work], [tensor], blocks_host=is_host_backend(group, tensor.device))
+
+
+def all_to_all(
+    send: Tensor,
+    send_numels: Sequence[int],
+    recv: Tensor,
+    recv_numels: Sequence[int],
+    group: ProcessGroup,
+    *,
+    tag: int = 0,
+) -> Pending:
+    """Send consecutive runs of the flat `send` to the ranks in order; what rank r sends here becomes run r of `recv`.
+
+    Sizes are in elements, zero allowed. `send` and `recv` must not overlap (gloo, torch 2.13: wrong values), and neither
+    may be touched before `wait()`. On gloo, calls of one tag match in the order in which they are made.
+    """
+    blocks_host = is_host_backend(group, send.device)
+    if blocks_host:
+        sends, receives = shard_slices(send, send_numels), shard_slices(recv, recv_numels)
+        receives[group.rank()].copy_(sends[group.rank()])
+        works = _exchange_by_messages(sends, receives, group, tag)
+    else:
+        out, what = recv[: sum(recv_numels)], send[: sum(send_numels)]
+        works = [
+            dist.all_to_all_single(out, what, list(recv_numels), list(send_numels), group=group, async_op=True)
+        ]
+    return Pending(works, [send, recv], blocks_host=blocks_host)
+
+
+def in_sequence(first: Pending, start_second: Callable[[], Pending]) -> Pending:
+    """`first`, then the collective that `start_second` launches on its result.
+
+    On NCCL both are launched now: a stream of its own waits for the first, so neither this thread nor its stream does.
+    On gloo the second starts in `wait()`, so all ranks must wait for such sequences in the same order.
+    """
+    if first.blocks_host:
+
+        def finish() -> None:
+            first.wait()
+            start_second().wait()
+
+        return Pending(finish=finish)
+    with torch.cuda.stream(_sequence_stream(torch.cuda.current_device())):
+        first.wait()
+        second = start_second()
+    return Pending([second], blocks_host=False)
+
+
+@cache
+def _sequence_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def all_to_all_uneven(
@@ -238,21 +324,28 @@ def gather_objects(value: object, group: ProcessGroup) -> list[Any]:
 
 
 def new_group_like(group: ProcessGroup, *, backend: str | None = None) -> ProcessGroup:
-    """A further group over the ranks of `group`; only those ranks need to call.
+    """A further group over the ranks of `group`; only those ranks need to call."""
+    return new_group_over(dist.get_process_group_ranks(group), [group], backend=backend)
+
+
+def new_group_over(
+    ranks: Sequence[int], along: Sequence[ProcessGroup], *, backend: str | None = None
+) -> ProcessGroup:
+    """A group over `ranks`, which the groups `along` connect: one, or one per axis of a mesh. Only those ranks call.
 
     torch (2.13) names such a group by how many groups the process has made so far, so ranks that are members of different
     numbers of groups (pipelines, experts, a logging group) would wait for each other under different names: the counts
     are brought to the same number while the group is made.
     """
-    ranks = dist.get_process_group_ranks(group)
     names = dist.distributed_c10d._world.pg_names
-    device = "cpu" if "gloo" in dist.get_backend(group) else torch.cuda.current_device()
+    device = "cpu" if "gloo" in dist.get_backend(along[0]) else torch.cuda.current_device()
     most = torch.tensor(len(names), device=device)
-    dist.all_reduce(most, ReduceOp.MAX, group=group)
+    for group in along:
+        dist.all_reduce(most, ReduceOp.MAX, group=group)
     stand_ins = [object() for _ in range(int(most) - len(names))]
     names.update({stand_in: "" for stand_in in stand_ins})
     try:
-        return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     finally:
         for stand_in in stand_ins:
             del names[stand_in]
@@ -268,7 +361,7 @@ def control_group(group: ProcessGroup) -> ProcessGroup:
     It is used outside of backward only, where all ranks run the same program.
     """
     known = _control_groups.get(group.group_name)
-    if known is None or not _is_alive(known):
+    if known is None or not is_alive(known):
         known = _control_groups[group.group_name] = new_group_like(group, backend="gloo")
     return known
 
@@ -284,12 +377,23 @@ def data_group(group: ProcessGroup, device_type: str) -> ProcessGroup:
     return new_group_like(group)
 
 
+_shared_data_groups: dict[str, ProcessGroup] = {}
+
+
+def shared_data_group(group: ProcessGroup, device_type: str) -> ProcessGroup:
+    """`data_group`, one for all callers: they launch in one order, that of the modules."""
+    known = _shared_data_groups.get(group.group_name)
+    if known is None or not is_alive(known):
+        known = _shared_data_groups[group.group_name] = data_group(group, device_type)
+    return known
+
+
 def new_tag(group: ProcessGroup) -> int:
     """A tag that no earlier call on this group gave; ranks that make the same calls get the same tags."""
     return next(_tags.setdefault(group.group_name, count(1)))
 
 
-def _is_alive(group: ProcessGroup) -> bool:
+def is_alive(group: ProcessGroup) -> bool:
     """Whether torch still knows the group: `destroy_process_group` forgets all."""
     try:
         dist.get_process_group_ranks(group)

@@ -19,7 +19,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vescale_optim.sharding.buffer_pool import BufferPool
-from vescale_optim.sharding.collectives import Pending, all_gather, all_reduce, broadcast, new_tag, reduce_scatter_mean
+from vescale_optim.sharding.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    all_reduce_mean,
+    broadcast,
+    new_tag,
+    reduce_scatter_mean,
+)
 from vescale_optim.sharding.planner import BufferPlan
 
 
@@ -91,10 +99,14 @@ class DBuffer:
         segments = zip(self.plan.segments, self.segments_of(self._require_full()), strict=True)
         return [all_gather(view, segment.shard_numels, self.group) for segment, view in segments]
 
-    def reduce_scatter_mean(self, full: Tensor, pool: BufferPool, *, add: bool = False) -> list[Pending]:
+    def reduce_scatter_mean(
+        self, full: Tensor, pool: BufferPool, *, add: bool = False, is_divided: bool = False
+    ) -> list[Pending]:
         """Write (or add) the mean over ranks of `full`, a global buffer of this plan, into the shards."""
         return [
-            reduce_scatter_mean(view, segment.shard_numels, shard, self.group, pool, add=add, tag=tag)
+            reduce_scatter_mean(
+                view, segment.shard_numels, shard, self.group, pool, add=add, is_divided=is_divided, tag=tag
+            )
             for segment, view, shard, tag in zip(
                 self.plan.segments, self.segments_of(full), self.shards, self._tags, strict=True
             )
@@ -105,6 +117,10 @@ class DBuffer:
         for shard in self.shards:
             all_reduce(shard, replicas)
             shard.div_(replicas.size())
+
+    def start_all_reduce_mean(self, replicas: ProcessGroup) -> list[Pending]:
+        """The same without waiting, one handle per segment."""
+        return [all_reduce_mean(shard, replicas) for shard in self.shards]
 
     def broadcast(self, source: int = 0) -> Pending:
         """Give every rank the global buffer of rank `source`."""

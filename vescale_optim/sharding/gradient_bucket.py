@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
-from vescale_optim.sharding.collectives import Pending
+from vescale_optim.sharding.collectives import Pending, exact_factor
 from vescale_optim.sharding.dbuffer import DBuffer
 from vescale_optim.sharding.ragged import RaggedTensor
 
@@ -22,6 +23,8 @@ class GradientBucket:
         params, names: the parameters, and their names for messages.
         shards: mean gradients, this rank's shard.
         views: what `p.grad` becomes: RaggedTensors over `shards`.
+        factor: what gradients are multiplied by on their way into `full`: 1 / ranks where that is exact, which saves a
+            pass over the sum; else None.
         full: global buffer being filled by hooks; None while nothing arrived.
         in_flight: global buffer that a reduce-scatter is reading, with its handles in `pending`.
         is_launched: the bucket took part in the round of this flush-to-flush stretch.
@@ -46,6 +49,7 @@ class GradientBucket:
     holds_sum: bool = False
     adds: bool = False
     seen: list[bool] | None = None
+    factor: float | None = field(init=False)
     written: list[bool] = field(init=False)
     fired: list[bool] = field(init=False)
     present: list[bool] = field(init=False)
@@ -54,7 +58,21 @@ class GradientBucket:
 
     def __post_init__(self) -> None:
         count = len(self.params)
+        self.factor = exact_factor(self.shards.group.size(), self.shards.dtype)
         self.written, self.fired, self.present, self.is_published = ([False] * count for _ in range(4))
+
+    def add(self, view: Tensor, grad: Tensor) -> None:
+        """Add a local gradient to its view of `full`."""
+        view.add_(grad, alpha=1 if self.factor is None else self.factor)
+
+    def put(self, view: Tensor, grad: Tensor) -> None:
+        """Write a local gradient into its view of `full`, as its first one."""
+        if self.factor is None or grad.dtype != view.dtype:
+            view.copy_(grad)
+            if self.factor is not None:
+                view.mul_(self.factor)
+        else:
+            torch.mul(grad, self.factor, out=view)
 
     def is_complete(self) -> bool:
         """Whether every gradient that can be expected in this backward has come."""

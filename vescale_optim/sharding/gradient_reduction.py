@@ -107,7 +107,7 @@ class GradientReduction:
         for slot, param in enumerate(bucket.params):
             earlier = _owners.get(param)
             if earlier is not None and earlier() is not None:
-                earlier()._retire()
+                earlier().retire()
             _owners[param] = weakref.ref(self)
             grad, param.grad = param.grad, None
             param.grad_dtype = bucket.shards.dtype
@@ -118,7 +118,7 @@ class GradientReduction:
             self._hook(param, index, slot)
         self._arm(bucket)
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Another optimizer takes the parameters over: two would take each other's gradients away."""
         self._is_retired = True
         _remove_handles(self._handles)
@@ -185,9 +185,9 @@ class GradientReduction:
         view = view_in_full(bucket.full, plan, slot, grad.shape)
         dense = grad.to_dense() if grad.layout != torch.strided else grad
         if bucket.written[slot]:
-            view.add_(dense)
+            bucket.add(view, dense)
         else:
-            view.copy_(dense)
+            bucket.put(view, dense)
         bucket.written[slot] = True
         bucket.present[slot] = True
 
@@ -239,7 +239,9 @@ class GradientReduction:
             full[start:end].zero_()
         bucket.in_flight = full
         bucket.adds = bucket.holds_sum
-        bucket.pending = bucket.shards.reduce_scatter_mean(full, self._pool, add=bucket.adds)
+        bucket.pending = bucket.shards.reduce_scatter_mean(
+            full, self._pool, add=bucket.adds, is_divided=bucket.factor is not None
+        )
         bucket.holds_sum = True
 
     def _close_round(self) -> None:

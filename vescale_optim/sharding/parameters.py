@@ -22,12 +22,20 @@ class ManagedParameter:
         param: the user's object.
         blocks: what must be whole.
         cost: FLOPs of the rule on the whole tensor.
+        is_elementwise: whether the rule never needs a unit whole on one rank.
+        has_unit_state: whether the owner of a unit keeps state for it.
+        wire_dtype: dtype in which units travel; None for what the rule returns.
+        num_measured: numbers that an element-wise rule measures of each unit where units are cut; 0: it needs them whole.
     """
 
     name: str
     param: nn.Parameter
     blocks: Blocks
     cost: float = 0.0
+    is_elementwise: bool = True
+    has_unit_state: bool = False
+    wire_dtype: torch.dtype | None = None
+    num_measured: int = 0
 
 
 def checksum(tensor: Tensor) -> tuple[int, int]:
@@ -62,3 +70,27 @@ def check_plain(parameters: Sequence[ManagedParameter], mesh: DeviceMesh) -> Non
                 f"parameters '{name}' and '{other}' are different objects over the same memory; tie weights by assigning "
                 "the same Parameter to both modules"
             )
+
+
+def check_dtensor(managed: ManagedParameter) -> None:
+    """Raise ValueError, naming the parameter, where the local tensor of a DTensor cannot be updated flat."""
+    param, where = managed.param, f"parameter '{managed.name}' of shape {tuple(managed.param.shape)}"
+    if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
+        raise ValueError(f"{where} has dtype {param.dtype}; parameters must be floating point of 16 bits or more")
+    if any(placement.is_partial() for placement in param.placements):
+        raise ValueError(f"{where} has placements {param.placements}; a parameter must be sharded or replicated, not a sum")
+    if not param._local_tensor.is_contiguous():
+        raise ValueError(
+            f"{where} has a local tensor of strides {param._local_tensor.stride()}; give parameters whose local tensors are "
+            "contiguous"
+        )
+
+
+def forget_gradient(param: Tensor, *, set_to_none: bool) -> None:
+    """What `Optimizer.zero_grad` does to one parameter."""
+    if param.grad is None:
+        return
+    if set_to_none:
+        param.grad = None
+    else:
+        param.grad.detach_().requires_grad_(False).zero_()

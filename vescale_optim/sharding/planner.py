@@ -23,6 +23,7 @@ from math import lcm
 from vescale_optim.sharding.planning.arrange import Draft, even_drafts, uneven_drafts
 from vescale_optim.sharding.planning.bounds import smallest_local_numel
 from vescale_optim.sharding.planning.packing import Item, make_item
+from vescale_optim.sharding.rank_shares import RankShares
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,10 @@ class BufferPlan:
         local = min(max(position - shard_start, 0), segment.shard_numels[rank])
         return Extent(start, end - start, segment.local_start[rank] + local)
 
-    def shares(self, tensor: int) -> tuple[int, ...]:
+    def shares(self, tensor: int) -> RankShares:
         """Elements of the tensor on every rank."""
-        shares = [0] * self.num_ranks
-        for rank in self.ranks_of(tensor):
-            shares[rank] = self.extent(tensor, rank).numel
-        return tuple(shares)
+        ranks = self.ranks_of(tensor)
+        return RankShares.from_first(self.num_ranks, ranks.start, [self.extent(tensor, rank).numel for rank in ranks])
 
     def ranks_of(self, tensor: int) -> range:
         """The ranks that may hold a part of the tensor: all others hold nothing of it."""

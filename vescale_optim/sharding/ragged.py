@@ -31,6 +31,7 @@ from vescale_optim.sharding import ragged_checkpoint, ragged_ops, ragged_redistr
 from vescale_optim.sharding.ragged_layout import RaggedLayout, RaggedShard, ragged_layout
 from vescale_optim.sharding.ragged_reductions import ReducedScalar
 from vescale_optim.sharding.ragged_torch_2_11 import carry
+from vescale_optim.sharding.rank_shares import RankShares
 
 __all__ = ["RaggedShard", "RaggedTensor", "ReducedScalar"]
 
@@ -324,7 +325,7 @@ def _rebuild(
 
 
 # torch.load(weights_only=True), the default, accepts these once this module has been imported.
-torch.serialization.add_safe_globals([RaggedShard, RaggedTensor, _rebuild])
+torch.serialization.add_safe_globals([RaggedShard, RankShares, RaggedTensor, _rebuild])
 
 
 def _as_tuple(placements: Placement | Sequence[Placement]) -> tuple[Placement, ...]:

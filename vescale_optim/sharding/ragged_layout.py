@@ -23,6 +23,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from vescale_optim.sharding.rank_shares import RankShares
+
 
 @dataclass(frozen=True)
 class RaggedShard(Placement):
@@ -30,27 +32,32 @@ class RaggedShard(Placement):
 
     Args:
         dims: the sharded dimensions, a prefix (0, 1, ..., i); () when at most one rank holds anything.
-        local_units: units of each rank, zero allowed. A unit has numel / sum(local_units) elements. The local tensor is
-            flat, 1-D; the global shape is the tensor's.
+        local_units: units of each rank, zero allowed; kept as RankShares, which equals the tuple. A unit has
+            numel / sum(local_units) elements. The local tensor is flat, 1-D; the global shape is the tensor's.
 
     Raises:
         ValueError: dims is no prefix, no or negative units, or dims == () with several ranks that hold units.
     """
 
     dims: tuple[int, ...]
-    local_units: tuple[int, ...]
+    local_units: Sequence[int]
 
     def __post_init__(self) -> None:
         # The base class is C++: without this call its methods crash (torch 2.13).
         Placement.__init__(self)
         object.__setattr__(self, "dims", tuple(map(operator.index, self.dims)))
-        object.__setattr__(self, "local_units", tuple(map(operator.index, self.local_units)))
+        units = RankShares.of(self.local_units)
+        object.__setattr__(self, "local_units", units)
         if self.dims != tuple(range(len(self.dims))):
             raise ValueError(f"RaggedShard shards leading dims; dims is {self.dims}, expected a prefix (0, 1, ..., i)")
-        if not self.local_units or min(self.local_units) < 0:
-            raise ValueError(f"local_units is {self.local_units}; expected one number >= 0 for each rank")
-        if not self.dims and sum(units > 0 for units in self.local_units) > 1:
-            raise ValueError(f"dims=() keeps the tensor on one rank, but several hold units: {self.local_units}")
+        if not units or min(units.held, default=0) < 0:
+            raise ValueError(f"local_units is {units}; expected one number >= 0 for each rank")
+        if not self.dims and len(units.held) > 1:
+            raise ValueError(f"dims=() keeps the tensor on one rank, but several hold units: {units}")
+
+    def __hash__(self) -> int:
+        # As cheap on thousands of ranks: not by the numbers of all of them.
+        return hash((self.dims, self.local_units.num_ranks, self.local_units.first, self.local_units.held))
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.dims, self.local_units)
@@ -58,27 +65,27 @@ class RaggedShard(Placement):
     @classmethod
     def from_numels(cls, shape: Sequence[int], numels: Sequence[int]) -> RaggedShard:
         """The placement in which rank i holds `numels[i]` elements of a tensor of this shape, in rank order."""
-        numels = tuple(numels)
-        if sum(numels) != math.prod(shape):
-            raise ValueError(f"the shares {numels} sum to {sum(numels)}, but shape {tuple(shape)} has {math.prod(shape)}")
-        unit = math.gcd(*numels) or 1
-        return cls(tuple(range(len(shape))), tuple(numel // unit for numel in numels))
+        numels = RankShares.of(numels)
+        if numels.total != math.prod(shape):
+            raise ValueError(f"the shares {numels} sum to {numels.total}, but shape {tuple(shape)} has {math.prod(shape)}")
+        unit = math.gcd(*numels.held) or 1
+        return cls(tuple(range(len(shape))), numels.map(lambda numel: numel // unit))
 
-    def numels(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def numels(self, shape: Sequence[int]) -> RankShares:
         """Elements each rank holds of a tensor of this shape."""
-        numel, num_units = math.prod(shape), sum(self.local_units)
+        numel, num_units = math.prod(shape), self.local_units.total
         if len(self.dims) > len(shape):
             raise ValueError(f"{self} shards {len(self.dims)} dims, but the shape is {tuple(shape)}")
         if numel == 0:
-            return (0,) * len(self.local_units)
+            return RankShares(len(self.local_units), 0, ())
         if num_units == 0 or numel % num_units:
             raise ValueError(f"{self} cuts shape {tuple(shape)}, {numel} elements, into {num_units} units: not whole ones")
-        return tuple(units * (numel // num_units) for units in self.local_units)
+        return self.local_units.map(lambda units: units * (numel // num_units))
 
     def range(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
         """First element of `rank` and the one after its last, in row-major order of a tensor of this shape."""
         numels = self.numels(shape)
-        start = sum(numels[:rank])
+        start = numels.before(rank)
         return start, start + numels[rank]
 
 
@@ -115,8 +122,8 @@ class RaggedLayout:
         self.axis = axis
         self.coordinate = tuple(coordinate)
         self.rank: int = coordinate[axis]
-        self.numels: tuple[int, ...] = shard.numels(shape)
-        self.start = sum(self.numels[: self.rank])
+        self.numels: RankShares = shard.numels(shape)
+        self.start = self.numels.before(self.rank)
         self.numel = self.numels[self.rank]
         self.global_numel = math.prod(shape)
         self._specs: dict[torch.dtype, DTensorSpec] = {}

@@ -2,6 +2,7 @@
 
     pointwise ops (torch's own tag), in place or not        the op on the flat local tensors
     _foreach_* of pointwise ops, _fused_* optimizer steps   the same, list by list
+    normal_, uniform_ and the like, in place                the whole tensor is drawn on each rank, its part is kept
     reductions over the whole tensor                        a pending ReducedScalar (ragged_reductions)
     *_like, new_*                                           a new local tensor; data is not read
     clone, detach, dtype and device copies, identity views  the op on the local tensor
@@ -54,6 +55,8 @@ def _handler_for(func: Any) -> Handler:
         if name not in _FUSED_STEPS and not _is_pointwise(name.removeprefix("_foreach_")):
             return _unsupported
         return _foreach_in_place if is_in_place else _foreach
+    if name in _RANDOM:
+        return _random_in_place
     if torch.Tag.nondeterministic_seeded in func.tags or not _is_pointwise(name, func._overloadname):
         return _unsupported
     if any(argument.alias_info is not None and argument.is_out for argument in func._schema.arguments):
@@ -78,6 +81,7 @@ def _is_pointwise(name: str, overload: str | None = None) -> bool:
 _POINTWISE_UNTAGGED = frozenset({"copy", "fill", "zero", "masked_fill"})
 # Names of which only some overloads are pointwise (max of two tensors), or with a tag that says something else.
 _NOT_POINTWISE = frozenset({"max", "min", "equal", "norm", "clone"})
+_RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"})
 _FUSED_STEPS = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
 
 
@@ -180,6 +184,16 @@ def _pointwise_out(cls: type, func: Any, args: Any, kwargs: Any) -> Any:
         *[_local(cls, func, x, layout) for x in args],
         **{name: _local(cls, func, x, layout) for name, x in kwargs.items()},
     )
+    return target
+
+
+def _random_in_place(cls: type, func: Any, args: Any, kwargs: Any) -> Any:
+    """Each rank draws the whole tensor and keeps its part: with equal seeds, the values that one device draws."""
+    target = args[0]
+    layout = target._layout
+    full = torch.empty(layout.shape, dtype=target.dtype, device=target._local_tensor.device)
+    func(full, *args[1:], **kwargs)
+    _local(cls, func, target, layout).copy_(full.view(-1)[layout.start : layout.start + layout.numel])
     return target
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import ref
@@ -24,6 +24,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.bucketing import form_buckets
@@ -32,9 +33,12 @@ from vescale_optim.sharding.dbuffer import DBuffer
 from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.gradient_reduction import FlushKind, GradientReduction
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, ids_owned_by_modules, is_wrapped_by_ddp
-from vescale_optim.sharding.parameters import ManagedParameter, check_plain, checksum
+from vescale_optim.sharding.parameters import ManagedParameter, check_plain, checksum, forget_gradient
 from vescale_optim.sharding.planner import BufferPlan
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
+from vescale_optim.sharding.rank_shares import RankShares
+from vescale_optim.sharding.regions import Part, run_region
+from vescale_optim.sharding.storage_protocol import Arrived, Transfer
 from vescale_optim.sharding.travelling import depart, settle
 
 # 16 fp32 elements are one AVX-512 register and one cache line: shards cut there go through the same vector lanes as the
@@ -104,6 +108,7 @@ class ReplicatedStorage:
         self._location: list[tuple[int, int]] = []
         self._pointers: list[int] = []
         self._references: list[int] = []
+        self._regions: dict[int, tuple[Part, ...]] = {}
         self._owned: set[int] = set()
         self._present: list[bool] = []
         self._has_compared_gradients = False
@@ -206,7 +211,7 @@ class ReplicatedStorage:
             handle.wait()
 
     def _ragged(self, local: Tensor, shape: Sequence[int], shares: Sequence[int], before_read=None) -> RaggedTensor:
-        placement = RaggedShard.from_numels(tuple(shape), tuple(shares))
+        placement = RaggedShard.from_numels(tuple(shape), shares)
         return RaggedTensor.from_local(local, self.mesh, placement, tuple(shape), before_read=before_read)
 
     def masters(self, indices: Sequence[int]) -> dict[int, RaggedTensor]:
@@ -220,7 +225,7 @@ class ReplicatedStorage:
                 found[index] = self._ragged(master.shard_view(slot), shape, self._shares(index))
         return found
 
-    def refresh_masters(self) -> None:
+    def refresh_copies(self) -> None:
         """Follow edits of the parameters (a checkpoint loaded, a clamp): where one is not its master's cast, it wins."""
         for bucket in self.buckets:
             if bucket.master is not None:
@@ -244,12 +249,13 @@ class ReplicatedStorage:
         for index, numels in unit_numels.items():
             bucket, slot = self._location[index]
             plan = self.buckets[bucket].plan
-            ranges = [plan.unit_range(slot, rank) for rank in range(self.num_ranks)]
+            owners = plan.ranks_of(slot)
+            ranges = [plan.unit_range(slot, rank) for rank in owners]
             if isinstance(numels, int):
-                shares = [numels * count for _, count in ranges]
+                held = [numels * count for _, count in ranges]
             else:
-                shares = [sum(numels[first : first + count]) for first, count in ranges]
-            layout[index] = ((sum(shares),), shares)
+                held = [sum(numels[first : first + count]) for first, count in ranges]
+            layout[index] = ((sum(held),), RankShares.from_first(self.num_ranks, owners.start, held))
         return self._allocate(layout, dtype, fill)
 
     def _allocate(
@@ -276,7 +282,7 @@ class ReplicatedStorage:
         bucket, slot = self._location[index]
         return self.buckets[bucket].plan.offsets[slot]
 
-    def _shares(self, index: int) -> tuple[int, ...]:
+    def _shares(self, index: int) -> RankShares:
         bucket, slot = self._location[index]
         return self.buckets[bucket].plan.shares(slot)
 
@@ -296,10 +302,32 @@ class ReplicatedStorage:
         extent = self.buckets[bucket].plan.extent(slot, self.rank)
         return self.parameters[index].param.grad.reshape(-1).narrow(0, extent.start, extent.numel)
 
+    def state_view(self, index: int, state: DTensor) -> Tensor:
+        """The flat local part of a state: it lies like the shard, or like its units."""
+        return state._local_tensor
+
+    def region(self, index: int) -> tuple[Part, ...]:
+        """The boxes of the parameter that the shard is."""
+        known = self._regions.get(index)
+        if known is None:
+            start = self.extent_start(index)
+            known = run_region(self.parameters[index].param.shape, start, start + self.shard(index).numel())
+            self._regions[index] = known
+        return known
+
     def unit_range(self, index: int) -> tuple[int, int]:
         """First unit and number of units of a parameter on this rank."""
         bucket, slot = self._location[index]
         return self.buckets[bucket].plan.unit_range(slot, self.rank)
+
+    def whole_units(self, index: int) -> range:
+        """All units on this rank: shards are runs of whole units."""
+        first, count = self.unit_range(index)
+        return range(first, first + count)
+
+    def cuts_units(self, index: int) -> bool:
+        """Never: shards are runs of whole units."""
+        return False
 
     def extent_start(self, index: int) -> int:
         """Position in the flat parameter of the first element on this rank."""
@@ -413,6 +441,21 @@ class ReplicatedStorage:
             self._references[index] = sys.getrefcount(managed.param)
         return None
 
+    def moves_units(self, bucket: int) -> bool:
+        """Never: shards are runs of whole units."""
+        return False
+
+    def largest_over_ranks(
+        self, bucket: int, measured: Mapping[int, Tensor], present: Sequence[int]
+    ) -> Mapping[int, Tensor]:
+        return measured
+
+    def send_to_owners(self, bucket: int, wires: Mapping[int, Tensor], present: Sequence[int]) -> Transfer:
+        return Arrived(wires)
+
+    def send_to_shards(self, bucket: int, directions: Mapping[int, Tensor], present: Sequence[int]) -> Transfer:
+        return Arrived(directions)
+
     def publish(self, bucket: int) -> None:
         """Start sending the updated shards of a bucket to the other ranks."""
         parts = self.buckets[bucket]
@@ -438,6 +481,19 @@ class ReplicatedStorage:
         for handle in gathering:
             handle.wait()
         settle(self._params_of(bucket))
+
+    def clear_gradients(self, *, set_to_none: bool) -> None:
+        """Forget the gradients; see `ShardedOptimizer.zero_grad`."""
+        if self.reduction is not None:
+            self.reduction.clear(set_to_none=set_to_none)
+            return
+        for managed in self.parameters:
+            forget_gradient(managed.param, set_to_none=set_to_none)
+
+    def retire(self) -> None:
+        """Let all parameters go; they keep their values, as views of the global buffers."""
+        if self.reduction is not None:
+            self.reduction.retire()
 
     def _params_of(self, bucket: ParameterBucket) -> list[nn.Parameter]:
         return [self.parameters[index].param for index in bucket.members]
