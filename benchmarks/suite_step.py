@@ -10,7 +10,9 @@ take turns in an order that rotates. Those of one process run on rank 0 while th
     recompute   a step that recomputes all of them
     cycle       ten steps at a frequency of 10: the mean, and the longest step in means ("spike")
 
-Ratios are to the first of a pair; at the end, parameters on several ranks and on one must be equal.
+Ratios are to the second of a pair; at the end, parameters on several ranks and on one must be equal. How much faster
+several ranks can be at all is measured beside it: a product that all ranks compute at once, over one rank alone. Where
+cores share their vector units it comes near the number of ranks, and then nothing is gained by sharing the work.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ NEVER = 10**9
 LR = 1e-3
 # Steps before the first timed one: longer than the turns of all tiles, so that with `NEVER` none is due any more.
 WARM_UP = 12
+# Of the measurement how fast ranks compute beside each other.
+PRODUCTS = 10
 
 Params = list[nn.Parameter]
 
@@ -207,8 +211,9 @@ def run_rank(rank: int, world_size: int, store: str, args: argparse.Namespace) -
     for round_number in range(args.rounds):
         for turn in range(len(runners)):
             runners[(round_number + turn) % len(runners)].measure(args.steps)
+    slowdowns = {name: slowdown(getattr(torch, name), args.rounds) for name in ("float32", "bfloat16")}
     if rank == 0:
-        result = summarize(runners, skipped) | {"setting": setting(args)}
+        result = summarize(runners, skipped) | {"setting": setting(args), "all_ranks_at_once": slowdowns}
         show(result)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -240,6 +245,24 @@ def build_runners(meshes: DeviceMesh, only: Sequence[str] | None) -> tuple[list[
     return runners, skipped
 
 
+def slowdown(dtype: torch.dtype, rounds: int) -> list[float]:
+    """How many times as long a matrix product takes on the slowest rank when all ranks compute it at once."""
+    left, right, out = (torch.ones(1024, 1024, dtype=dtype) for _ in range(3))
+
+    def milliseconds(is_mine: bool) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(PRODUCTS if is_mine else 0):
+            torch.mm(left, right, out=out)
+        took = torch.tensor(1e3 * (time.perf_counter() - start))
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        return took.item()
+
+    milliseconds(True)
+    pairs = [(milliseconds(True), milliseconds(dist.get_rank() == 0)) for _ in range(rounds)]
+    return [together / alone for together, alone in pairs]
+
+
 def summarize(runners: Sequence[Runner], skipped: dict[str, str]) -> dict[str, Any]:
     by_name = {runner.name: runner for runner in runners}
     ratios: dict[str, dict[str, Any]] = {}
@@ -265,13 +288,20 @@ def show(result: dict[str, Any]) -> None:
     print(", ".join(f"{key} {value}" for key, value in result["setting"].items()))
     for name, why in result["skipped"].items():
         print(f"skipped {name}: {why}")
-    phases = ("plain", "recompute", "cycle")
+    phases, ranks = ("plain", "recompute", "cycle"), result["setting"]["ranks"]
+    # Work shared by all ranks, all of it matrix products, relative to one rank that does it alone.
+    shared = statistics.median(result["all_ranks_at_once"]["float32"]) / ranks
     print(f"\n{'ratio: median [lowest, highest] of rounds':66}" + "".join(f"{phase:>20}" for phase in phases))
     for name, ratio in result["ratios"].items():
         line = f"{name:66}" + "".join(f"{spread(ratio[p], '.2f') if p in ratio else '':>20}" for p in phases)
         # A cycle has no promise of its own: it is made of the other two.
         is_met = all(statistics.median(ratio[p]) <= ratio["promise"] for p in phases[:2] if p in ratio)
-        print(f"{line}   promised {ratio['promise']:.1f}: {'met' if is_met else 'missed'}")
+        ours, other = name.split(" / ")
+        limit = f" (products shared by {ranks} ranks: {shared:.2f})" if other == f"{ours}, one process" else ""
+        print(f"{line}   promised {ratio['promise']:.1f}: {'met' if is_met else 'missed'}{limit}")
+    if ranks > 1:
+        slowdowns = ", ".join(f"{spread(ratios, '.2f')} in {name}" for name, ratios in result["all_ranks_at_once"].items())
+        print(f"a matrix product on {ranks} ranks at once over one rank alone: {slowdowns}")
     print(f"\n{'ms of a step':40}" + "".join(f"{phase:>24}" for phase in (*phases, "spike")))
     for name, row in result["milliseconds"].items():
         cells = [spread(row[p], ".1f") if row.get(p) else "" for p in phases]

@@ -61,7 +61,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Built], dict[str, float]]] = {
     "adamw": (adamw, {"lr": 3e-3}),
     "adamw8bit": (adamw8bit, {"lr": 3e-3}),
     "muon": (muon, {"lr": 0.02, "adamw_lr": 3e-3}),
-    "shampoo": (shampoo, {"lr": 1e-2, "adamw_lr": 3e-3}),
+    "shampoo": (shampoo, {"lr": 3e-3, "adamw_lr": 3e-3}),
     "soap": (soap, {"lr": 1e-2, "adamw_lr": 3e-3}),
     "ddp-muon": (peers.ddp_muon, {"lr": 0.02, "adamw_lr": 3e-3}),
     "ddp-adamw": (peers.ddp_adamw, {"lr": 3e-3}),
@@ -112,8 +112,10 @@ def train(name: str, text: Text, mesh: DeviceMesh, device: torch.device, args: a
     train_loss = torch.zeros((), device=device)
     seconds = window_seconds = 0.0
     if rank == 0:
-        size = f"{num_parameters:,} parameters, {len(text.train) / 1e6:.1f} MB of text, {world_size} x {device.type}"
-        print(size if len(args.optimizer) == 1 else f"{name}: {size}")
+        print(
+            f"{name}, {in_words(learning_rates)}: {num_parameters:,} parameters, {len(text.train) / 1e6:.1f} MB of text, "
+            f"{world_size} x {device.type}"
+        )
     bar = tqdm(total=args.steps, disable=rank != 0, mininterval=0.5 if sys.stderr.isatty() else 15, unit="step")
     for step in range(args.steps + 1):
         if step % args.validate_every == 0 or step == args.steps:
@@ -254,28 +256,30 @@ def report(run: dict[str, Any], directory: Path, picture: Path) -> None:
 
 
 def plot(runs: list[dict[str, Any]], picture: Path) -> None:
-    """Validation loss of all runs over tokens and over time."""
+    """Validation loss of all runs over tokens, the highest first in the legend."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.8), sharey=True, layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(8, 4.8), layout="constrained")
     for run in sorted(runs, key=lambda run: -run["log"][-1]["validation_loss"]):
         losses = [point["validation_loss"] for point in run["log"]]
-        for axis, unit, scale in ((axes[0], "tokens", 1e-6), (axes[1], "seconds", 1.0)):
-            line = "--" if run["optimizer"].startswith("ddp") else "-"
-            label = f"{losses[-1]:.3f}  {run['name'].replace('_', ' ')}"
-            axis.plot([point[unit] * scale for point in run["log"]], losses, line, label=label)
+        # 8 bits lie on top of 32, and peers on top of ours.
+        line = "--" if run["optimizer"] == "adamw8bit" or run["optimizer"].startswith("ddp") else "-"
+        label = f"{losses[-1]:.3f}  {run['name'].replace('_', ' ')}, {in_words(run['learning_rates'])}"
+        axis.plot([point["tokens"] * 1e-6 for point in run["log"]], losses, line, label=label)
     # The drop from a uniform guess would press all that matters into the lower third.
     top = max((run["log"][1:] or run["log"])[0]["validation_loss"] for run in runs) + 0.1
-    axes[0].set(xlabel="million tokens", ylabel="validation loss, nats per byte", ylim=(None, top))
-    axes[1].set(xlabel="seconds of training")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
+    axis.set(xlabel="million tokens", ylabel="validation loss, nats per byte", ylim=(None, top))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)
+
+
+def in_words(learning_rates: dict[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in learning_rates.items())
 
 
 if __name__ == "__main__":

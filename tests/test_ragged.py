@@ -981,7 +981,8 @@ def test_gradients_follow_the_layout():
 
 
 def draw_in_place(rank, world_size, mesh):
-    tensor = RaggedTensor.from_local(torch.zeros(6 if rank == 0 else 29), mesh, RaggedShard.from_numels((5, 7), (6, 29)), (5, 7))
+    placement = RaggedShard.from_numels((5, 7), (6, 29))
+    tensor = RaggedTensor.from_local(torch.zeros(6 if rank == 0 else 29), mesh, placement, (5, 7))
     torch.manual_seed(3)
     torch.nn.init.normal_(tensor)
     torch.manual_seed(3)

@@ -15,7 +15,7 @@ from tests.support.reference_shampoo import Shampoo, after_steps
 from tests.support.values import backward, parameter_module, parameter_values, rank_gradients
 from vescale_optim.optimizers import matrix_roots, shampoo
 from vescale_optim.optimizers.shampoo import ShardedShampoo, is_due
-from vescale_optim.optimizers.tiles import batches_of, grouped
+from vescale_optim.optimizers.tiles import add_gram, batches_of, grouped
 
 SHAPES = {
     "wide": (7, 13),
@@ -140,6 +140,29 @@ def test_fp32_master_copy_of_bf16_parameters() -> None:
     expected = after_steps(Shampoo(start, **REFERENCE), steps)
     for values, _ in run_ranks(3, train, {**ARGUMENTS, "master_dtype": torch.float32}, SMALL, bf16):
         assert_equal(values, {name: value.bfloat16() for name, value in expected.items()})
+
+
+def test_factors_larger_than_one_panel_of_their_grams() -> None:
+    shapes = {"large": (300, 520)}
+    # Recomputed in step 2; the third one uses the roots.
+    reference = Shampoo(parameter_values(shapes), lr=0.01, block=1024, frequency=2)
+    expected = after_steps(reference, means(shapes, 2, steps=3))
+    arguments = dict(lr=0.01, max_preconditioner_dim=1024, precondition_frequency=2)
+    for values, _ in run_ranks(2, train, arguments, shapes, torch.float32, None, (), 3):
+        assert_equal(values, expected)
+
+
+@pytest.mark.parametrize("decay", [0.9, 1.0])
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["one", "batch"])
+def test_grams_of_any_size(decay: float, batch: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 40, 256, 257, 600):
+        rows = torch.randn(*batch, size, 30, generator=generator)
+        factors = torch.randn(*batch, size, size, generator=generator)
+        factors += factors.mT.clone()
+        expected = decay * factors.double() + (1 - decay if decay < 1 else 1) * (rows.double() @ rows.double().mT)
+        add_gram(factors, rows, decay)
+        torch.testing.assert_close(factors.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def train_in_batches(rank: int, world_size: int, mesh: Any, arguments: Any, shapes: Any) -> dict[str, Tensor]:

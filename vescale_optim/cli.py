@@ -1,9 +1,14 @@
-"""The command line: `vescale-optim plan`, also `python -m vescale_optim plan`. No GPU and no process group are needed.
+"""The command line: `vescale-optim`, also `python -m vescale_optim`. No GPU and no process group are needed.
 
     plan --model DIR_OR_FILE_OR_CODE --ranks 128 --optimizer muon --dtype bf16
 
 prints what a model costs under an optimizer on that many ranks: padding and what drives it, memory, traffic, the balance
 of owners, and how other planners fare on the same blocks.
+
+    inspect CHECKPOINT
+
+prints what a checkpoint holds: rules, steps and hyperparameters of its optimizer, and every tensor with its size and the
+chunks that ranks wrote of it.
 """
 
 from __future__ import annotations
@@ -24,7 +29,10 @@ from vescale_optim.capacity.model_shapes import read_model
 from vescale_optim.capacity.report import CapacityReport, SweepPoint, report_on, sweep
 from vescale_optim.capacity.setting import Setting
 from vescale_optim.capacity.tables import render, render_sweep
+from vescale_optim.checkpoints import read_contents
+from vescale_optim.checkpoints import tables as checkpoint_tables
 
+SHOWN_TENSORS = 40
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -33,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        run_plan(options)
+        options.run(options)
     except ValueError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -74,6 +82,15 @@ def run_plan(options: argparse.Namespace) -> None:
         print(f"figures: {options.json}")
     if options.plot is not None or points:
         _draw(report, points, options.plot, options.bucket)
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    """Read the metadata of a checkpoint and show it."""
+    contents = read_contents(options.checkpoint)
+    if options.json:
+        print(json.dumps(checkpoint_tables.as_json(contents), indent=1))
+    else:
+        print(checkpoint_tables.render(contents, None if options.all else SHOWN_TENSORS))
 
 
 def _draw(report: CapacityReport, points: Sequence[SweepPoint], plot: Path | None, bucket: int | None) -> None:
@@ -167,6 +184,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--plot", type=Path, help="draw one bucket into this PNG: ranks as rows, padding hatched")
     plan.add_argument("--bucket", type=int, help="which line of the table --plot draws; default the one that pads most")
     plan.add_argument("--sweep", metavar="LOW..HIGH", help="the same over numbers of ranks, as a table and a PNG")
+    plan.set_defaults(run=run_plan)
+    inspect = commands.add_parser(
+        "inspect",
+        help="what a checkpoint holds: rules, steps, tensors, chunks",
+        description="Prints what a checkpoint folder of torch.distributed.checkpoint holds, without loading its tensors.",
+    )
+    inspect.add_argument("checkpoint", type=Path, help="the folder given to dcp.save as checkpoint_id")
+    inspect.add_argument("--all", action="store_true", help=f"list all tensors, not the first {SHOWN_TENSORS}")
+    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
+    inspect.set_defaults(run=run_inspect)
     return parser
 
 

@@ -8,7 +8,7 @@
 Independent of the package: tiles are slices of the parameter, every tile has a dictionary of plain matrices. Equality of
 bits still needs the same arithmetic, so the order in which it is done is stated here and is part of the contract:
 
-    F = F + (1 - b2) (G G' - F)                    lerp, gram formed first, fp32 also for bf16 gradients; F + G G' if b2 = 1
+    F = b2 F + (1 - b2) G G'                       addmm, see `with_gram`; fp32 also for bf16 gradients; F + G G' if b2 = 1
     m = m + (1 - b1) (G - m), then m / (1 - b1^t)  lerp; a division
     v = (b2 v) + w G G, elementwise                addcmul(value=w)
     D = m / (sqrt(v / c) + grafting_eps)
@@ -146,8 +146,8 @@ class Shampoo(TiledReference):
 
     def direction(self, state: dict[str, Any], gradient: Tensor, step: int, turn: int) -> Tensor:
         beta1, beta2 = self.betas
-        for side, gram in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
-            state[side] = state[side] + gram if beta2 == 1 else torch.lerp(state[side], gram, 1 - beta2)
+        for side, matrix in (("left", gradient), ("right", gradient.T)):
+            state[side] = with_gram(state[side], matrix, beta2)
         first_time, takes_turn = step == self.start, step % self.frequency == turn % self.frequency
         if first_time or (step > self.start and takes_turn):
             for side in ("left", "right"):
@@ -190,6 +190,17 @@ def after_steps(reference: TiledReference, steps: Sequence[Mapping[str, Tensor |
     for grads in steps:
         reference.step(grads)
     return reference.params
+
+
+def with_gram(factor: Tensor, matrix: Tensor, decay: float) -> Tensor:
+    """decay F + (1 - decay) A A', or F + A A': panels of 256 rows as far as their diagonal block, the rest mirrored."""
+    result = torch.empty_like(factor)
+    for top in range(0, len(matrix), 256):
+        end = min(top + 256, len(matrix))
+        old, weights = factor[top:end, :end], dict(beta=decay, alpha=new_weight(decay))
+        result[top:end, :end] = torch.addmm(old, matrix[top:end], matrix[:end].T, **weights)
+        result[:top, top:end] = result[top:end, :top].T
+    return result
 
 
 def new_weight(decay: float) -> float:

@@ -8,7 +8,7 @@ The first, `SOAP`, is independent of the package, but equality of bits needs the
     V = (b2 V) + (1 - b2) g g, elementwise         addcmul(value=1 - b2)
     P = (Q_L (M / (sqrt(V) + eps))) Q_R'
     p = p + (-lr c) P, then p (1 - lr wd)          one rounding each to the dtype of the parameter
-    F = F + (1 - b) (gram - F)                     lerp
+    F = b F + (1 - b) gram                         addmm, see `with_gram`
     refresh: A = F Q; columns by descending sum(Q * A), ties in order; new Q = qr(A[:, order])
              M = (Q_L_new' ((Q_L M) Q_R')) Q_R_new;   V permuted by both orders
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.reference_shampoo import TiledReference, own
+from tests.support.reference_shampoo import TiledReference, own, with_gram
 
 
 class SOAP(TiledReference):
@@ -79,8 +79,8 @@ class SOAP(TiledReference):
 
     def add_grams(self, state: dict[str, Any], gradient: Tensor) -> None:
         beta = self.factor_beta
-        state["left"] = torch.lerp(state["left"], gradient @ gradient.T, 1 - beta)
-        state["right"] = torch.lerp(state["right"], gradient.T @ gradient, 1 - beta)
+        state["left"] = with_gram(state["left"], gradient, beta)
+        state["right"] = with_gram(state["right"], gradient.T, beta)
 
     def refresh(self, state: dict[str, Any]) -> None:
         first = (state["left basis"] @ state["first"]) @ state["right basis"].T

@@ -103,7 +103,8 @@ class ShardedAdamW(AdamWRule, ShardedOptimizer):
         weight_decay: float = 1e-2,
         **options: object,
     ) -> None:
-        super().__init__(params, mesh, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), **options)
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, mesh, defaults, algorithm="adamw", **options)
 
     def check_group(self, group: Group) -> None:
         check_adamw_group(group)

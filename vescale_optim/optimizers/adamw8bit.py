@@ -100,7 +100,7 @@ class ShardedAdamW8bit(ShardedOptimizer):
             block_size=block_size,
             block_shape=block_shape,
         )
-        super().__init__(params, mesh, defaults, master_dtype=master_dtype, **options)
+        super().__init__(params, mesh, defaults, algorithm="adamw8bit", master_dtype=master_dtype, **options)
 
     def check_group(self, group: Group) -> None:
         check_adamw_group(group)

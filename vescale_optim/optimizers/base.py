@@ -39,7 +39,8 @@ from vescale_optim.optimizers.groups import (
     require,
 )
 from vescale_optim.optimizers.rule import Group, Rule, StateSpec
-from vescale_optim.optimizers.state import check_state, copy_state, reset_state
+from vescale_optim.optimizers.state import check_rule, check_state, copy_state, reset_state
+from vescale_optim.optimizers.torch_state import full_state_dict
 from vescale_optim.optimizers.update import BucketUpdate, run
 from vescale_optim.sharding.agreement import Agreement, fingerprint
 from vescale_optim.sharding.blocks import Blocks
@@ -67,7 +68,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         mesh: the ranks that train together. Plain parameters are equal on all of them; the meshes of DTensor parameters
             must lie within it.
         defaults: hyperparameters of a group that does not say otherwise.
-        algorithm: name of this rule in `group["algorithm"]`, where the optimizer knows `others`.
+        algorithm: name of this rule in `group["algorithm"]`, and so in checkpoints; None for the name of the class.
         others: further rules by name, with the defaults of their groups.
         grad_sync: "reduce_scatter": the optimizer averages gradients over the mesh during backward, and `p.grad` is a
             RaggedTensor afterwards. "none": gradients are already equal on all ranks (DistributedDataParallel).
@@ -112,7 +113,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         require(grad_dtype in floats, "grad_dtype", grad_dtype, "None or a floating dtype of 16 bits or more")
         if isinstance(params, set):
             raise TypeError("params is a set, whose order differs between ranks; give a list")
-        self._algorithm = algorithm
+        self._algorithm = algorithm or type(self).__name__
         self._others = dict(others or {})
         self._options = dict(
             reduces_gradients=grad_sync == "reduce_scatter",
@@ -126,8 +127,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         self._overlaps_forward = overlap_forward
         self._forget_plans()
         groups = self.module_groups(params) if isinstance(params, nn.Module) else params
-        if algorithm is not None:
-            defaults = {"algorithm": algorithm, **defaults}
+        defaults = {"algorithm": self._algorithm, "rule_version": self.version, **defaults}
         try:
             super().__init__(groups, defaults)
         except (TypeError, ValueError) as error:
@@ -193,6 +193,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                     key.removeprefix(prefix): value for key, value in group.items() if key.startswith(prefix)
                 }
                 part = {**defaults, **said, **prefixed, "params": chosen[name], "algorithm": name}
+            part["rule_version"] = self.rule_of(part).version
             result.append(part)
         return result
 
@@ -343,8 +344,10 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _has_to_plan(self) -> bool:
         """Whether the groups hold other parameters than the storages do."""
-        if self._unmanaged():
-            return True
+        return bool(self._unmanaged()) or self._has_departed()
+
+    def _has_departed(self) -> bool:
+        """Whether a storage is left whose parameters were all swapped for others."""
         members = {param for group in self.param_groups for param in group["params"]}
         return any(
             storage.parameters and members.isdisjoint(managed.param for managed in storage.parameters)
@@ -498,6 +501,15 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; tensors are this optimizer's own DTensors, and taking them communicates nothing.
+
+        Only after all parameters were swapped for others, as accelerate does, must all ranks call: state is made anew.
+        """
+        if self._has_departed():
+            self._manage_parameters()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state of this optimizer, or of a single-device one with the same state names, at any world size.
 
@@ -519,6 +531,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             for name, param in zip(names_of(group, number), group["params"], strict=True)
         ]
         if len(saved) == len(mine) and len(state_dict["param_groups"]) == len(self.param_groups):
+            self._check_rules(state_dict)
             for key, (name, param) in zip(saved, mine, strict=True):
                 check_state(name, self.state.get(param, {}), state_dict["state"].get(key, {}))
             # A single-device optimizer's groups say less than ours.
@@ -534,9 +547,33 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
+    def _check_rules(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ValueError, naming the parameter, where the groups of a checkpoint mean other mathematics than ours."""
+        for number, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
+            for name, param in zip(names_of(group, number), group["params"], strict=True):
+                if param in self.state:
+                    check_rule(name, param.shape, self.rule_of(group), group, saved)
+
+    def check_saved_group(self, name: str, param: Tensor, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError where state of a parameter, saved under the group `saved`, means something else here."""
+        for group in self.param_groups:
+            if param in self.state and any(param is member for member in group["params"]):
+                check_rule(name, param.shape, self.rule_of(group), group, saved)
+
     def adapt_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A state dict to be loaded, in the form of this optimizer; override to take those of others. Changes nothing."""
         return state_dict
+
+    def full_state_dict(self, algorithm: str | None = None) -> dict[str, Any]:
+        """The state as a single-device optimizer over the same groups has it, whole, on every rank; all ranks must call.
+
+        Args:
+            algorithm: only the groups of this algorithm, numbered anew: `torch.optim.Muon` takes "muon" of a ShardedMuon,
+                and `torch.optim.AdamW` "adamw". None for all, which `load_state_dict` takes back.
+        """
+        if self._has_to_plan():
+            self._manage_parameters()
+        return full_state_dict(self.state_dict(), algorithm)
 
     def _load_groups(self, state_dict: dict[str, Any]) -> None:
         """Load the groups alone: torch casts floating state to the parameter's dtype and makes new tensors."""
@@ -549,7 +586,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _reset_state(self, param: Tensor, loaded: Mapping[str, Any]) -> None:
         """State as it was at construction: what a checkpoint lacks starts anew."""
-        if param not in self._homes:
+        # torch's `set_optimizer_state_dict` (2.13) leaves out frozen parameters, after `dcp.load` has filled their state.
+        if param not in self._homes or not (loaded or param.requires_grad):
             return
         for group in self.param_groups:
             if any(param is member for member in group["params"]):

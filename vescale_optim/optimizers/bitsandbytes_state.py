@@ -58,6 +58,8 @@ def converted_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Group],
             if key in entries and param in layouts:
                 entries[key] = _converted(entries[key], saved, name, param.shape, layouts[param])
         kept = {name: value for name, value in saved.items() if name not in BITSANDBYTES_GROUP}
+        if saved.get("algorithm") == "adamw":
+            kept |= {"algorithm": group["algorithm"], "rule_version": group["rule_version"]}
         converted_groups.append({**kept, **{name: group[name] for name in FORM}})
     return {**state_dict, "state": entries, "param_groups": converted_groups}
 

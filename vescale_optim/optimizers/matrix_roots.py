@@ -55,15 +55,23 @@ def power_step(matrices: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
         bases: orthonormal columns, near the eigenvectors.
 
     Returns:
-        The new bases, and `order`: column i of the new basis continues column order[i] of the old one, largest estimate
+        The new bases, column by column in memory where LAPACK made them (products of them round otherwise than those of a
+        contiguous copy), and `order`: column i of the new basis continues column order[i] of the old one, largest estimate
         of the eigenvalue first.
     """
     images = matrices @ bases
     estimates = (bases * images).sum(-2)
     order = estimates.argsort(dim=-1, descending=True, stable=True)
-    new, _ = torch.linalg.qr(images.take_along_dim(order[..., None, :], -1))
-    # LAPACK's are stored column by column, and products of them would round in another order.
-    return new.contiguous(), order
+    # What torch.linalg.qr computes, without its R.
+    return torch.linalg.householder_product(*torch.geqrf(permuted(images, order, -1))), order
+
+
+def permuted(matrices: Tensor, order: Tensor, dim: int) -> Tensor:
+    """Rows (`dim` -2) or columns (-1) in the order [n] or [batch, n] of each matrix."""
+    if matrices.ndim == 2:
+        # The same values, many times faster.
+        return matrices.index_select(dim, order)
+    return matrices.take_along_dim(order.unsqueeze(-3 - dim), dim)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor] | None:

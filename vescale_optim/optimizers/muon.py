@@ -38,7 +38,7 @@ from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.regions import Part
 
 # A batch of small matrices saves kernel launches; large ones gain nothing, and on CPU their batch leaves the cache.
-BATCH_NUMEL = 1 << 17
+BATCH_NUMEL = 1 << 19
 
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 

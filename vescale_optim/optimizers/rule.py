@@ -112,9 +112,11 @@ class Rule:
     Attributes:
         max_gradient: where an entry of any mean gradient is larger than this, infinite or NaN, all ranks skip the step
             with a warning. For rules whose state such an entry would spoil for good; None looks at no gradient.
+        version: raised when the same state comes to mean something else; checkpoints of another version are refused.
     """
 
     max_gradient: float | None = None
+    version: int = 1
 
     def blocks(self, shape: Sequence[int], group: Group) -> Blocks:
         """What must be whole of a parameter of this shape."""

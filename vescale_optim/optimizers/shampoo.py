@@ -66,7 +66,7 @@ class ShardedShampoo(TiledOptimizer):
     Args:
         params: what torch.optim takes (parameters, named parameters, groups), or a module.
         mesh: one-dimensional device mesh of the ranks that train together.
-        lr: step length.
+        lr: step length; what AdamW wants where grafting is "adam".
         betas: decay of the first moment, in [0, 1), and of factors and grafting's second moment, in [0, 1]; 1 sums.
         eps: added to the norm that grafting divides by.
         weight_decay: decoupled; it does not enter the momentum.
@@ -231,7 +231,7 @@ def precondition(batch: Sequence[Tile], group: Group) -> None:
         left, right = (stacked([tile.pairs["roots"][side] for tile in batch]) for side in (0, 1))
         update = left @ moment @ right
         if group["grafting"] is not None:
-            update = update * (norms_of(grafted) / (norms_of(update) + group["eps"]))
+            update.mul_(norms_of(grafted) / (norms_of(update) + group["eps"]))
     store([tile.direction for tile in batch], with_momentum(batch, update, group))
 
 
@@ -260,9 +260,9 @@ def grafted_direction(batch: Sequence[Tile], gradients: Tensor, moment: Tensor, 
     torch._foreach_mul_(squares, decay)
     torch._foreach_addcmul_(squares, each(gradients), each(gradients), value=weight_of(decay))
     square = stacked(squares)
-    if grafting == "adam":
-        square = square / bias_correction(beta2, batch[0].step)
-    return moment / square.sqrt().add_(group["grafting_eps"])
+    root = (square / bias_correction(beta2, batch[0].step)).sqrt_() if grafting == "adam" else square.sqrt()
+    root.add_(group["grafting_eps"])
+    return torch.div(moment, root, out=root)
 
 
 def with_momentum(batch: Sequence[Tile], update: Tensor, group: Group) -> Tensor:

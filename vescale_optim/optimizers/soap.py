@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
 from vescale_optim.optimizers.base import Params
 from vescale_optim.optimizers.groups import require
-from vescale_optim.optimizers.matrix_roots import QR_FLOPS, eigenbasis, power_step
+from vescale_optim.optimizers.matrix_roots import QR_FLOPS, eigenbasis, permuted, power_step
 from vescale_optim.optimizers.rule import Group, Shards, StateSpec, Units
 from vescale_optim.optimizers.tiled import TiledOptimizer
 from vescale_optim.optimizers.tiles import (
@@ -219,23 +219,23 @@ def adam_direction(batch: Sequence[Tile], gradients: Tensor, group: Group) -> Te
     torch._foreach_lerp_(averages, each(projected), 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, each(projected), each(projected), value=1 - beta2)
-    adam = stacked(averages) / stacked(squares).sqrt().add_(group["eps"])
-    return left @ adam @ right.mT
+    root = stacked(squares).sqrt().add_(group["eps"])
+    return left @ torch.div(stacked(averages), root, out=root) @ right.mT
 
 
 def refresh_bases(batch: Sequence[Tile]) -> None:
     """Follow the factors; the moments go along into the new bases."""
     average = stacked([tile.moments["exp_avg"] for tile in batch])
     square = stacked([tile.moments["exp_avg_sq"] for tile in batch])
-    old = [side_of(batch, "bases", side) for side in (0, 1)]
-    average = old[0] @ average @ old[1].mT
-    (left, rows), (right, columns) = (power_step(side_of(batch, "factors", side), old[side]) for side in (0, 1))
-    average = left.mT @ average @ right
-    square = square.take_along_dim(rows[..., :, None], -2).take_along_dim(columns[..., None, :], -1)
-    store([tile.moments["exp_avg"] for tile in batch], average)
-    store([tile.moments["exp_avg_sq"] for tile in batch], square)
-    for side, bases in enumerate((left, right)):
+    left, right = (side_of(batch, "bases", side) for side in (0, 1))
+    average = left @ average @ right.mT
+    for side, old in enumerate((left, right)):
+        bases, order = power_step(side_of(batch, "factors", side), old)
+        square = permuted(square, order, side - 2)
         store([tile.pairs["bases"][side] for tile in batch], bases)
+    left, right = (side_of(batch, "bases", side) for side in (0, 1))
+    store([tile.moments["exp_avg"] for tile in batch], left.mT @ average @ right)
+    store([tile.moments["exp_avg_sq"] for tile in batch], square)
 
 
 def side_of(batch: Sequence[Tile], name: str, side: int) -> Tensor:

@@ -13,12 +13,56 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_optim.optimizers.rule import StateSpec
+from vescale_optim.optimizers.rule import Group, Rule, StateSpec
 from vescale_optim.sharding.regions import region_of
 
 
+def check_rule(name: str, shape: torch.Size, rule: Rule, group: Group, saved: Group) -> None:
+    """Raise ValueError where state saved with the group `saved` means something else under `rule` and `group`.
+
+    That is another algorithm, another version of its rule, or options that cut other blocks or keep other state; lr and the
+    like may differ. What `saved` does not say, being a single-device optimizer's, is taken as it is here.
+    """
+    for key in ("algorithm", "rule_version"):
+        if saved.get(key, group[key]) != group[key]:
+            raise _difference(name, shape, key, saved[key], group[key])
+    options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+    here = _meaning(rule, shape, group)
+    if _meaning(rule, shape, {**group, **options}) != here:
+        for key, value in options.items():
+            if key in group and _meaning(rule, shape, {**group, key: value}) != here:
+                raise _difference(name, shape, key, value, group[key])
+        changed = {key for key, value in options.items() if key in group and value != group[key]}
+        both = ({key: values[key] for key in sorted(changed)} for values in (options, group))
+        raise _difference(name, shape, "the group", *both)
+
+
+def _meaning(rule: Rule, shape: torch.Size, group: Group) -> object:
+    """What the state of a parameter depends on; None where the group does not fit the parameter."""
+    try:
+        return rule.blocks(shape, group), rule.state_spec(shape, group)
+    except ValueError:
+        return None
+
+
+def _difference(name: str, shape: torch.Size, key: str, saved: object, here: object) -> ValueError:
+    return ValueError(
+        f"parameter '{name}' of shape {tuple(shape)}: {key} is {saved!r} in the checkpoint and {here!r} here, so its "
+        f"state means something else; construct the optimizer with {saved!r}, or start it without this state"
+    )
+
+
 def check_state(name: str, state: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the parameter, where loaded state has another shape; changes nothing."""
+    """Raise ValueError, naming the parameter, where loaded state lacks some or has another shape; changes nothing.
+
+    State that lacks everything starts anew, and so may the step and the master copy, which the parameter itself gives.
+    """
+    missing = sorted(state.keys() - loaded.keys() - {"step", "master"})
+    if loaded and missing:
+        raise ValueError(
+            f"state of parameter '{name}' is {sorted(loaded)} in the checkpoint and lacks {missing}; it is that of another "
+            "optimizer"
+        )
     for key, value in state.items():
         if key in loaded and key != "step" and tuple(loaded[key].shape) != tuple(value.shape):
             raise ValueError(
@@ -49,6 +93,8 @@ def copy_state(state: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
         if key not in loaded:
             continue
         source = loaded[key]
+        if source is value:
+            continue  # after `dcp.load` into `state_dict()`
         if key == "step":
             value.fill_(float(source))
         elif isinstance(source, DTensor) and is_alike(source, value):

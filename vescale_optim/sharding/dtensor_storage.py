@@ -16,7 +16,7 @@ parameter's shape has the parameter's own placement; state of units is one logic
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -80,14 +80,19 @@ class ExchangeBucket:
     Attributes:
         members: indices of the parameters in the storage.
         wire_dtype: None for the dtype of what is sent.
-        slots: position of each member in the exchange.
     """
 
     members: tuple[int, ...]
     grid: Grid | None = None
     exchange: Exchange | None = None
     wire_dtype: torch.dtype | None = None
-    slots: dict[int, int] = field(default_factory=dict)
+
+    def exchange_of(self, present: Sequence[int]) -> Exchange:
+        """The exchange of those members that take part in a step."""
+        if len(present) == len(self.members):
+            return self.exchange
+        chosen = set(present)
+        return self.exchange.subset([index in chosen for index in self.members])
 
 
 class DTensorStorage:
@@ -123,7 +128,9 @@ class DTensorStorage:
         self._regions: list[tuple[Part, ...]] = []
         self._dtypes: list[torch.dtype] = []
         self._starts: list[int | None] = []
+        self._numels: list[int] = []
         self._owned: dict[int, tuple[OwnedUnits, ...]] = {}
+        self._grid_of: dict[int, Grid] = {}
         self._masters: dict[int, Tensor] = {}
         self._cut_state = CutState(mesh, mesh_group(mesh))
         self._present: list[bool] = []
@@ -153,6 +160,7 @@ class DTensorStorage:
             param = managed.param
             region = region_of(param)
             self._regions.append(region)
+            self._numels.append(sum(part.numel for part in region))
             self._dtypes.append(param.dtype)
             extent = flat_extent(param.shape, region)
             self._starts.append(None if extent is None else extent[0])
@@ -251,6 +259,7 @@ class DTensorStorage:
                 rank = grid.shape.rank_at[entry.row][entry.column]
                 loads[rank] += self._cost(index) * share / param.numel()
             self._owned[index] = owned
+            self._grid_of[index] = grid
             routed[index] = RoutedTensor(tuple(param.shape), regions, tuple(entry.run(managed.blocks) for entry in owned))
         self._loads_by_rank.update(zip(self._global_ranks, loads, strict=True))
         exchange = Exchange(
@@ -261,8 +270,7 @@ class DTensorStorage:
             num_columns=grid.shape.num_columns,
             device=self._exchange_device(members),
         )
-        slots = {index: slot for slot, index in enumerate(members)}
-        self.buckets.append(ExchangeBucket(tuple(members), grid, exchange, wire_dtype, slots))
+        self.buckets.append(ExchangeBucket(tuple(members), grid, exchange, wire_dtype))
 
     def _cost(self, index: int) -> float:
         """FLOPs; a rule that does not say is taken to work as much on every element."""
@@ -313,7 +321,7 @@ class DTensorStorage:
                 result[index] = self._cut_state.allocate(index, numels, updated_dtype, fill, device)
                 continue
             shares = [0] * self.num_ranks
-            grid = self._bucket_of(index).grid
+            grid = self._grid_of[index]
             for entry in self._owned[index]:
                 units = range(entry.first, entry.first + entry.count)
                 numel = numels * len(units) if isinstance(numels, int) else sum(numels[units.start : units.stop])
@@ -335,10 +343,6 @@ class DTensorStorage:
         return DTensor.from_local(
             local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
         )
-
-    def _bucket_of(self, index: int) -> ExchangeBucket:
-        (bucket,) = [bucket for bucket in self.buckets if index in bucket.members]
-        return bucket
 
     # -- what a rule sees --------------------------------------------------------------------------------------------
 
@@ -372,9 +376,7 @@ class DTensorStorage:
         if index in self._cut_state:
             units = self._cut_state.units(index).units
             return units.start, len(units)
-        if index not in self._owned:
-            return 0, 0
-        grid = self._bucket_of(index).grid
+        grid = self._grid_of.get(index)
         for entry in self._owned.get(index, ()):
             if (entry.row, entry.column) == (grid.row, grid.column):
                 return entry.first, entry.count
@@ -428,7 +430,7 @@ class DTensorStorage:
         for index, managed in enumerate(self.parameters):
             param, grad = managed.param, managed.param.grad
             local, dtype = param._local_tensor, self._dtypes[index]
-            numel = sum(part.numel for part in self._regions[index])
+            numel = self._numels[index]
             # Assigning .data changes the dtype of a DTensor, but not its local tensor (torch 2.13).
             if local.numel() != numel or local.dtype != dtype or param.dtype != dtype:
                 return (
@@ -510,7 +512,7 @@ class DTensorStorage:
         parts = self.buckets[bucket]
         if parts.exchange is None:
             return Arrived(wires)
-        exchange = parts.exchange.subset([index in set(present) for index in parts.members])
+        exchange = parts.exchange_of(present)
         dtype = parts.wire_dtype or self.shard(parts.members[0]).dtype
         shards = [self._on_exchange_device(parts, wires.get(index)) for index in parts.members]
         return _Exchanged(parts, exchange.to_owners(shards, dtype, parts.grid.column_group, self._pool))
@@ -520,7 +522,7 @@ class DTensorStorage:
         parts = self.buckets[bucket]
         if parts.exchange is None:
             return Arrived(directions)
-        exchange = parts.exchange.subset([index in set(present) for index in parts.members])
+        exchange = parts.exchange_of(present)
         dtype = parts.wire_dtype or self.shard(parts.members[0]).dtype
         owned = [directions.get(index) for index in parts.members]
         arrival = exchange.to_shards(owned, dtype, parts.grid.column_group, parts.grid.row_group, self._pool)
@@ -541,7 +543,8 @@ class DTensorStorage:
         """Nothing travels after a step: shards are where they belong."""
 
     def arrive(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for; the step is over, so gradients need not be kept alive any longer."""
+        self._gradients = {}
 
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Forget the gradients of all parameters."""

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, Placement
 
 from vescale_optim.sharding import ragged_checkpoint, ragged_ops, ragged_redistribute
+from vescale_optim.sharding.ragged_full_state import takes_full_tensors
 from vescale_optim.sharding.ragged_layout import RaggedLayout, RaggedShard, ragged_layout
 from vescale_optim.sharding.ragged_reductions import ReducedScalar
 from vescale_optim.sharding.ragged_torch_2_11 import carry
@@ -36,6 +37,7 @@ from vescale_optim.sharding.rank_shares import RankShares
 __all__ = ["RaggedShard", "RaggedTensor", "ReducedScalar"]
 
 
+@takes_full_tensors
 @carry
 class RaggedTensor(DTensor):
     """A tensor of which each rank holds a flat range; see the module's picture. Make one with `from_local` or `distribute`.
@@ -210,6 +212,11 @@ class RaggedTensor(DTensor):
 
     def is_shared(self) -> bool:
         return self._local_tensor.is_shared()
+
+    def data_ptr(self) -> int:
+        # A wrapper has no memory, but takes over the storage offset of its local tensor (torch 2.13): by a pointer that is
+        # not 0, DCP's stager took it for a tensor that has.
+        return 0
 
     def numpy(self, *, force: bool = False) -> Any:
         raise NotImplementedError("numpy() of a RaggedTensor: use .full_tensor().numpy() or .to_local().numpy()")
