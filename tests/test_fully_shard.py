@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -27,7 +27,7 @@ from tests.support.ranks import run_ranks
 from tests.support.values import MIXED_SHAPES, parameter_values, rank_gradients
 from vescale_optim import ShardedAdamW, ShardedAdamW8bit, ShardedMuon, ShardedShampoo, ShardedSOAP
 from vescale_optim.sharding.blocks import Blocks
-from vescale_optim.sharding.fully_shard import FullyShardedModule, fully_shard, load_full_state_dict
+from vescale_optim.sharding.fully_shard import FullyShardedModule, fully_shard
 from vescale_optim.sharding.fully_sharded.group import Form, ShardedGroup
 from vescale_optim.sharding.ragged import RaggedTensor
 
@@ -622,11 +622,11 @@ def load(rank: int, world_size: int, mesh: DeviceMesh, how: str, directory: str)
         target.load_state_dict(full)
     elif how == "assign":
         target.load_state_dict(full, assign=True)
+    elif how == "full, helper of torch":
+        set_model_state_dict(target, full, options=StateDictOptions(full_state_dict=True))
     elif how == "rank 0":
-        load_full_state_dict(target, full if rank == 0 else {}, mesh)
-        with pytest.raises(ValueError, match=r"'blocks\.0\.attention\.key\.weight' has shape None"):
-            full.pop("blocks.0.attention.key.weight")
-            load_full_state_dict(target, full if rank == 0 else {}, mesh)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(target, full if rank == 0 else {}, options=options)
     elif how == "full by torch":
         gathered = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
         assert all(type(value) is Tensor for value in gathered.values())
@@ -644,7 +644,9 @@ def load(rank: int, world_size: int, mesh: DeviceMesh, how: str, directory: str)
     assert all(torch.equal(param, expected[name]) for name, param in target.named_parameters())
 
 
-@pytest.mark.parametrize("how", ["shards", "full", "assign", "rank 0", "full by torch", "checkpoint"])
+@pytest.mark.parametrize(
+    "how", ["shards", "full", "assign", "full, helper of torch", "rank 0", "full by torch", "checkpoint"]
+)
 def test_state_dicts_of_any_layout_load(how: str, tmp_path: Any) -> None:
     run_ranks(2, load, how, str(tmp_path))
 

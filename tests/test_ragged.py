@@ -913,10 +913,10 @@ def state_dict_helpers(rank, world_size, mesh):
         model, {name: ragged(value, mesh, "last only" if "bias" in name else "uneven") for name, value in full.items()}
     )
     assert all(same(p.detach(), full[name]) for name, p in model.named_parameters())
-    # A full state dict has to be cut by whoever owns the layout: refused, not loaded wrongly.
-    for options in (whole, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
-        with pytest.raises(RuntimeError):
-            set_model_state_dict(model, {name: value + 1 for name, value in full.items()}, options=options)
+    for number, options in enumerate((whole, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), 1):
+        given = {name: value + number for name, value in full.items()}
+        set_model_state_dict(model, given if rank == 0 or number == 1 else {}, options=options)
+        assert all(same(p.detach(), full[name] + number) for name, p in model.named_parameters())
     with pytest.raises(RuntimeError, match="from_replicate"):
         model.load_state_dict(full)
 

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
-import vescale_optim
 from vescale_optim.capacity.amounts import format_bytes, format_flops
 from vescale_optim.capacity.rank_bytes import BytesRow
 from vescale_optim.capacity.report import BucketRow, CapacityReport, SweepPoint
@@ -27,9 +26,6 @@ def render(report: CapacityReport) -> str:
         f"{report.optimizer} on {setting.num_ranks:,} ranks{replicas}",
         *_wrapped(f"storage: {report.storage}: {report.storage_reason}", "         "),
     ]
-    if report.storage == "sharded" and not hasattr(vescale_optim, "fully_shard"):
-        text = "this version of vescale_optim trains replicated parameters only: these are the plans that sharded ones get"
-        lines += _wrapped(f"note: {text}", "      ")
     for note in report.notes:
         lines += _wrapped(f"note: {note}", "      ")
     lines += ["", *_buckets(report)]

@@ -34,9 +34,7 @@ from vescale_optim.sharding.fully_sharded.layout import choose_layout
 from vescale_optim.sharding.fully_sharded.module_state import ModuleState
 from vescale_optim.sharding.fully_sharded.schedule import Schedule
 from vescale_optim.sharding.fully_sharded.slots import ParameterSlot, find_slots, groups_of
-from vescale_optim.sharding.fully_sharded.state_dict import add_state_dict_hooks, load_full_state_dict
-
-__all__ = ["FullyShardedModule", "fully_shard", "load_full_state_dict"]
+from vescale_optim.sharding.fully_sharded.state_dict import add_state_dict_hooks
 
 
 class DeclaresBlocks(Protocol):

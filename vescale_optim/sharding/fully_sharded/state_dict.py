@@ -1,30 +1,21 @@
 """State dicts of wrapped modules hold RaggedTensors; what is loaded may be laid out in any way.
 
-    model.state_dict()                      RaggedTensors, for torch.distributed.checkpoint
-    model.load_state_dict(...)              RaggedTensors, stock DTensors, or full tensors that every rank has
-    load_full_state_dict(model, ...)        full tensors that only rank 0 has
-
-`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))` gives full tensors. Its counterpart
-`set_model_state_dict(full_state_dict=True)` refuses placements that it does not know (torch 2.13): `load_full_state_dict`
-takes its place.
+    model.state_dict()              RaggedTensors, for torch.distributed.checkpoint
+    model.load_state_dict(...)      RaggedTensors, stock DTensors, or full tensors that every rank has
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_optim.sharding.collectives import broadcast, gather_objects
 from vescale_optim.sharding.fully_sharded.group import ShardedGroup
 from vescale_optim.sharding.fully_sharded.module_state import ModuleState
-from vescale_optim.sharding.meshes import mesh_group
 from vescale_optim.sharding.ragged import RaggedTensor
 
 
@@ -82,42 +73,3 @@ def _after_loading(weak: weakref.ref[ModuleState], *_: Any) -> None:
     if state is not None:
         for group in state.groups:
             group.follow_replaced()
-
-
-def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Load full tensors that the mesh's first rank has, one by one, so that no rank holds more than one of them.
-
-    Args:
-        module: with wrapped modules inside; every rank of `mesh` calls.
-        state_dict: names as in `module.state_dict()`; other ranks may pass an empty one.
-        mesh: as given to `fully_shard`.
-
-    Raises:
-        ValueError: on every rank, where names or shapes differ from the module's.
-    """
-    group = mesh_group(mesh)
-    own = module.state_dict()
-    shapes = {name: tuple(value.shape) for name, value in state_dict.items() if isinstance(value, Tensor)}
-    given = gather_objects(shapes, group)[0]
-    wanted = {name: tuple(value.shape) for name, value in own.items() if isinstance(value, Tensor)}
-    if given != wanted:
-        differing = sorted(name for name in given.keys() | wanted.keys() if given.get(name) != wanted.get(name))
-        name = differing[0]
-        raise ValueError(
-            f"'{name}' has shape {given.get(name)} in the state dict of the first rank and {wanted.get(name)} in the module "
-            f"(None: it is missing); {len(differing)} entries differ"
-        )
-    with torch.no_grad():
-        for name, target in own.items():
-            if not isinstance(target, Tensor):
-                continue
-            local = target.to_local() if isinstance(target, RaggedTensor) else target
-            if group.rank() == 0:
-                full = state_dict[name].detach().to(local.device, target.dtype).contiguous()
-            else:
-                full = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-            broadcast(full, group).wait()
-            if isinstance(target, RaggedTensor):
-                target.copy_(RaggedTensor.from_replicate(full, target.device_mesh, target.placements))
-            else:
-                target.copy_(full)
