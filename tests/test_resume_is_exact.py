@@ -100,7 +100,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "storage", "change"), thinned(CELLS, 2), ids=str)
+@pytest.mark.parametrize(("kind", "storage", "change"), thinned(CELLS, 3), ids=str)
 def test_resumed_run_equals_the_uninterrupted_one(
     kind: str, storage: str, change: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ BF16_CELLS = [(kind, STORAGES[number % 3]) for number, kind in enumerate(OPTIMIZ
 BF16_CELLS += [("adamw8bit", storage) for storage in STORAGES if ("adamw8bit", storage) not in BF16_CELLS]
 
 
-@pytest.mark.parametrize(("kind", "storage"), thinned(BF16_CELLS, 2))
+@pytest.mark.parametrize(("kind", "storage"), thinned(BF16_CELLS, 3))
 def test_resumed_run_of_bf16_parameters_keeps_every_dtype(kind: str, storage: str, tmp_path: Path) -> None:
     (at_save, _, _), _ = assert_resumes(tmp_path, (2, 4), kind, storage, storage, dtype=torch.bfloat16)
     assert at_save["tall"].dtype == torch.bfloat16
@@ -137,7 +137,7 @@ MOVES = [(first, second) for first in STORAGES for second in STORAGES if first !
 MOVED = [(kind, *MOVES[(number + offset) % 6]) for number, kind in enumerate(OPTIMIZERS) for offset in (0, 3)]
 
 
-@pytest.mark.parametrize(("kind", "first", "second"), thinned(MOVED, 2))
+@pytest.mark.parametrize(("kind", "first", "second"), thinned(MOVED, 3))
 def test_checkpoint_of_one_storage_resumes_in_another(kind: str, first: str, second: str, tmp_path: Path) -> None:
     assert_resumes(tmp_path, (2, 4), kind, first, second)
 
@@ -171,7 +171,7 @@ def through_helpers(rank: int, world_size: int, mesh: Any, kind: str, storage: s
     assert other.train(range(3, 5), UNUSED) == run.train(range(3, 5), UNUSED)
 
 
-@pytest.mark.parametrize("helper", thinned(HELPERS, 2))
+@pytest.mark.parametrize("helper", thinned(HELPERS, 3))
 @pytest.mark.parametrize("storage", STORAGES)
 def test_state_passes_through_the_helpers_of_torch(storage: str, helper: str) -> None:
     # SOAP keeps state of units, and beside it AdamW's, of the shape of parameters.
