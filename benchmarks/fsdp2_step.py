@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers import Several
 from step_time import muted_stderr, processor_name, spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -71,27 +72,14 @@ def small_matrices() -> Layers:
 MODELS: dict[str, Callable[[], Layers]] = {"a": transformer, "b": large_matrices, "c": small_matrices}
 
 
-class Pair:
-    """Two optimizers used as one."""
-
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
-
-
 def ours(model: Layers, mesh: DeviceMesh) -> ShardedMuon:
     matrices, others = model.split()
     groups = [{"params": matrices}] + ([{"params": others, "algorithm": "adamw"}] if others else [])
     return ShardedMuon(groups, mesh, lr=LR, adamw_lr=ADAMW_LR)
 
 
-def torch_muon(model: Layers, mesh: DeviceMesh) -> Pair:
-    matrices, others = model.split()
-    rest = [AdamW(others, lr=ADAMW_LR, fused=True)] if others else []
-    return Pair(torch.optim.Muon(matrices, lr=LR), *rest)
+def torch_muon(model: Layers, mesh: DeviceMesh) -> Several:
+    return _with_adamw(torch.optim.Muon, model)
 
 
 def muon_fsdp2(model: Layers, mesh: DeviceMesh) -> Optimizer:
@@ -102,22 +90,22 @@ def muon_fsdp2(model: Layers, mesh: DeviceMesh) -> Optimizer:
     return Muon(groups + ([dict(params=others, lr=ADAMW_LR, use_muon=False)] if others else []))
 
 
-def dtensor_muon(model: Layers, mesh: DeviceMesh) -> Pair:
+def dtensor_muon(model: Layers, mesh: DeviceMesh) -> Several:
     from dtensor_muon import Muon
 
     return _with_adamw(Muon, model)
 
 
-def muonium(model: Layers, mesh: DeviceMesh) -> Pair:
+def muonium(model: Layers, mesh: DeviceMesh) -> Several:
     from muonium import Muon
 
     return _with_adamw(Muon, model)
 
 
-def _with_adamw(muon: type[Optimizer], model: Layers) -> Pair:
+def _with_adamw(muon: type[Optimizer], model: Layers) -> Several:
     matrices, others = model.split()
     rest = [AdamW(others, lr=ADAMW_LR, fused=True)] if others else []
-    return Pair(muon(matrices, lr=LR), *rest)
+    return Several(muon(matrices, lr=LR), *rest)
 
 
 CANDIDATES: dict[str, Callable[[Layers, DeviceMesh], Any]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,13 @@ def fused_adamw(
         amsgrad=False,
         maximize=False,
     )
+
+
+def adamw_beside(
+    lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, tuple[Rule, dict[str, Any]]]:
+    """AdamW for what is no matrix, as `others` of a ShardedOptimizer, with the defaults of its groups."""
+    return {"adamw": (AdamWRule(), dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))}
 
 
 class ShardedAdamW(AdamWRule, ShardedOptimizer):

@@ -62,7 +62,7 @@ class ShardedAdamW8bit(ShardedOptimizer):
 
     Args:
         params: what torch.optim takes (parameters, named parameters, groups), or a module.
-        mesh: one-dimensional device mesh of the ranks that train together.
+        mesh: device mesh of the ranks that train together.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         min_8bit_size: parameters of fewer elements keep fp32 moments.
         block_size: elements that share a scale. bitsandbytes reads and writes 256 only.

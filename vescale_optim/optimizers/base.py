@@ -305,15 +305,21 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _release_departed(self) -> None:
         """Let go of storages none of whose parameters is in a group any more: accelerate swaps them for sharded ones."""
+        for key in self._departed():
+            storage = self._storages.pop(key)
+            storage.retire()
+            for managed in storage.parameters:
+                del self._homes[managed.param]
+                self.state.pop(managed.param, None)
+
+    def _departed(self) -> list[object]:
+        """Keys of the storages whose parameters were all swapped for others."""
         members = {param for group in self.param_groups for param in group["params"]}
-        for key, storage in list(self._storages.items()):
-            params = [managed.param for managed in storage.parameters]
-            if params and members.isdisjoint(params):
-                storage.retire()
-                del self._storages[key]
-                for param in params:
-                    del self._homes[param]
-                    self.state.pop(param, None)
+        return [
+            key
+            for key, storage in self._storages.items()
+            if storage.parameters and members.isdisjoint(managed.param for managed in storage.parameters)
+        ]
 
     def _make_state(self, storage: Storage, new: Sequence[tuple[int, Tensor, Group]]) -> None:
         """State exists from construction, on every rank alike, whether a parameter ever gets a gradient or not."""
@@ -344,15 +350,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _has_to_plan(self) -> bool:
         """Whether the groups hold other parameters than the storages do."""
-        return bool(self._unmanaged()) or self._has_departed()
-
-    def _has_departed(self) -> bool:
-        """Whether a storage is left whose parameters were all swapped for others."""
-        members = {param for group in self.param_groups for param in group["params"]}
-        return any(
-            storage.parameters and members.isdisjoint(managed.param for managed in storage.parameters)
-            for storage in self._storages.values()
-        )
+        return bool(self._unmanaged() or self._departed())
 
     def _trainable(self) -> Iterable[tuple[str, Tensor, Group]]:
         """(name, parameter, group) of all parameters that require gradients, in the order of groups."""
@@ -391,7 +389,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         for storage in self._storages.values():
             storage.arrive()
         self._synchronize()
-        if self._has_to_plan():
+        if self._unmanaged():
             self._manage_parameters()
             self._synchronize()
         if not self._skips_step():

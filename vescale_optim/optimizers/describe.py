@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_optim.sharding.dtensor_storage import DTensorStorage, ExchangeBucket
+from vescale_optim.sharding.meshes import coordinates
 from vescale_optim.sharding.parameters import ManagedParameter
 from vescale_optim.sharding.ragged import RaggedShard
 from vescale_optim.sharding.regions import placed_region
@@ -73,7 +73,7 @@ def describe_exchange(storage: DTensorStorage, bucket: ExchangeBucket) -> tuple[
     if bucket.exchange is None:
         return str(len(bucket.members)), f"{numel:,}", "-", "-", "0: element-wise", "0", "0"
     columns, num_rows = bucket.grid.shape.num_columns, bucket.grid.shape.num_rows
-    dtype = bucket.wire_dtype or storage.shard(bucket.members[0]).dtype
+    dtype = storage.wire_dtype(bucket)
     to_owners, to_shards = bucket.exchange.to_owners_traffic, bucket.exchange.to_shards_traffic
     sent = to_owners.sent + to_shards.sent
     mib = dtype.itemsize / 2**20
@@ -125,11 +125,11 @@ def numels_per_rank(value: DTensor) -> Sequence[int]:
     """Elements that every rank of the tensor's mesh holds, in ascending order of global ranks."""
     if len(value.placements) == 1 and isinstance(value.placements[0], RaggedShard):
         return value.placements[0].numels(value.shape)
-    sizes = tuple(value.device_mesh.shape)
-    places = torch.cartesian_prod(*(torch.arange(size) for size in sizes)).reshape(-1, len(sizes)).tolist()
-    held = [sum(part.numel for part in placed_region(value.shape, sizes, value.placements, place)) for place in places]
-    order = sorted(range(len(held)), key=value.device_mesh.mesh.flatten().tolist().__getitem__)
-    return [held[position] for position in order]
+    mesh = value.device_mesh
+    return [
+        sum(part.numel for part in placed_region(value.shape, mesh.shape, value.placements, place))
+        for _, place in sorted(coordinates(mesh).items())
+    ]
 
 
 def format_table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
+from vescale_optim.optimizers.adamw import adamw_beside, check_adamw_group
 from vescale_optim.optimizers.base import Params, ShardedOptimizer
 from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.orthogonalize import (
@@ -100,11 +100,11 @@ class ShardedMuon(ShardedOptimizer):
             interleave=1,
             matrix_layout="out_in",
         )
-        adamw = dict(lr=adamw_lr, betas=adamw_betas, eps=adamw_eps, weight_decay=adamw_weight_decay)
+        others = adamw_beside(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         if head is not None and not isinstance(params, nn.Module):
             raise ValueError(f"head is {head!r}, but params is no module; put the head in a group with algorithm='adamw'")
         self._head = head
-        super().__init__(params, mesh, defaults, algorithm="muon", others={"adamw": (AdamWRule(), adamw)}, **options)
+        super().__init__(params, mesh, defaults, algorithm="muon", others=others, **options)
         if not isinstance(params, nn.Module):
             warn_about_vocabulary(self.param_groups)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
+from vescale_optim.optimizers.adamw import adamw_beside, check_adamw_group
 from vescale_optim.optimizers.base import Params
 from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.matrix_roots import EIGH_FLOPS, inverse_root
@@ -65,7 +65,7 @@ class ShardedShampoo(TiledOptimizer):
 
     Args:
         params: what torch.optim takes (parameters, named parameters, groups), or a module.
-        mesh: one-dimensional device mesh of the ranks that train together.
+        mesh: device mesh of the ranks that train together.
         lr: step length; what AdamW wants where grafting is "adam".
         betas: decay of the first moment, in [0, 1), and of factors and grafting's second moment, in [0, 1]; 1 sums.
         eps: added to the norm that grafting divides by.
@@ -129,8 +129,8 @@ class ShardedShampoo(TiledOptimizer):
             matrix_eps=matrix_eps,
             **MATRIX_LAYOUT,
         )
-        adamw = dict(lr=adamw_lr, betas=adamw_betas, eps=adamw_eps, weight_decay=adamw_weight_decay)
-        super().__init__(params, mesh, defaults, algorithm="shampoo", others={"adamw": (AdamWRule(), adamw)}, **options)
+        others = adamw_beside(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
+        super().__init__(params, mesh, defaults, algorithm="shampoo", others=others, **options)
 
     def check_group(self, group: Group) -> None:
         if group["algorithm"] == "adamw":

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_optim.optimizers.adamw import AdamWRule, check_adamw_group
+from vescale_optim.optimizers.adamw import adamw_beside, check_adamw_group
 from vescale_optim.optimizers.base import Params
 from vescale_optim.optimizers.groups import require
 from vescale_optim.optimizers.matrix_roots import QR_FLOPS, eigenbasis, permuted, power_step
@@ -64,7 +64,7 @@ class ShardedSOAP(TiledOptimizer):
 
     Args:
         params: what torch.optim takes (parameters, named parameters, groups), or a module.
-        mesh: one-dimensional device mesh of the ranks that train together.
+        mesh: device mesh of the ranks that train together.
         lr: step length; an element moves by about this much a step.
         betas: decay of the first and second moment.
         shampoo_beta: decay of the factors; -1 for the second of `betas`.
@@ -108,8 +108,8 @@ class ShardedSOAP(TiledOptimizer):
             max_precond_dim=max_precond_dim,
             **MATRIX_LAYOUT,
         )
-        adamw = dict(lr=adamw_lr, betas=adamw_betas, eps=adamw_eps, weight_decay=adamw_weight_decay)
-        super().__init__(params, mesh, defaults, algorithm="soap", others={"adamw": (AdamWRule(), adamw)}, **options)
+        others = adamw_beside(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
+        super().__init__(params, mesh, defaults, algorithm="soap", others=others, **options)
 
     def check_group(self, group: Group) -> None:
         # The shared hyperparameters have the same ranges as AdamW's.

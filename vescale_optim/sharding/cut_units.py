@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vescale_optim.sharding.blocks import Blocks
-from vescale_optim.sharding.owners import flat_extent
-from vescale_optim.sharding.regions import Part
+from vescale_optim.sharding.regions import Part, flat_extent
 
 
 @dataclass(frozen=True)

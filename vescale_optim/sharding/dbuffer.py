@@ -112,14 +112,9 @@ class DBuffer:
             )
         ]
 
-    def all_reduce_mean(self, replicas: ProcessGroup) -> None:
-        """Average the shards over the replicas that hold the same ones (the second axis of hybrid sharding)."""
-        for shard in self.shards:
-            all_reduce(shard, replicas)
-            shard.div_(replicas.size())
-
-    def start_all_reduce_mean(self, replicas: ProcessGroup) -> list[Pending]:
-        """The same without waiting, one handle per segment."""
+    def all_reduce_mean(self, replicas: ProcessGroup) -> list[Pending]:
+        """Average the shards over the replicas that hold the same ones (the second axis of hybrid sharding), in place; one
+        handle per segment."""
         return [all_reduce_mean(shard, replicas) for shard in self.shards]
 
     def broadcast(self, source: int = 0) -> Pending:

@@ -34,11 +34,11 @@ from vescale_optim.sharding.cut_state import CutParameter, CutState
 from vescale_optim.sharding.cut_units import find_cut_units
 from vescale_optim.sharding.exchange import Arrival, Exchange, RoutedTensor
 from vescale_optim.sharding.meshes import axes_group, flat_mesh, mesh_group
-from vescale_optim.sharding.owners import GridShape, OwnedUnits, choose_owners, flat_extent
+from vescale_optim.sharding.owners import GridShape, OwnedUnits, choose_owners
 from vescale_optim.sharding.parameters import ManagedParameter, check_dtensor, forget_gradient
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.rank_shares import RankShares
-from vescale_optim.sharding.regions import Part, PlacedRegions, region_of
+from vescale_optim.sharding.regions import Part, PlacedRegions, flat_extent, region_of
 from vescale_optim.sharding.storage_protocol import Arrived, Transfer
 
 # Buckets that hold buffers at the same time: units arriving, units being computed, directions going back.
@@ -512,21 +512,23 @@ class DTensorStorage:
         parts = self.buckets[bucket]
         if parts.exchange is None:
             return Arrived(wires)
-        exchange = parts.exchange_of(present)
-        dtype = parts.wire_dtype or self.shard(parts.members[0]).dtype
         shards = [self._on_exchange_device(parts, wires.get(index)) for index in parts.members]
-        return _Exchanged(parts, exchange.to_owners(shards, dtype, parts.grid.column_group, self._pool))
+        exchange = parts.exchange_of(present)
+        return _Exchanged(parts, exchange.to_owners(shards, self.wire_dtype(parts), parts.grid.column_group, self._pool))
 
     def send_to_shards(self, bucket: int, directions: Mapping[int, Tensor], present: Sequence[int]) -> Transfer:
         """Start carrying directions back to the shards; see `Storage`."""
         parts = self.buckets[bucket]
         if parts.exchange is None:
             return Arrived(directions)
-        exchange = parts.exchange_of(present)
-        dtype = parts.wire_dtype or self.shard(parts.members[0]).dtype
         owned = [directions.get(index) for index in parts.members]
-        arrival = exchange.to_shards(owned, dtype, parts.grid.column_group, parts.grid.row_group, self._pool)
+        grid, dtype = parts.grid, self.wire_dtype(parts)
+        arrival = parts.exchange_of(present).to_shards(owned, dtype, grid.column_group, grid.row_group, self._pool)
         return _Exchanged(parts, arrival, device=self.parameters[parts.members[0]].param.device)
+
+    def wire_dtype(self, parts: ExchangeBucket) -> torch.dtype:
+        """dtype in which units and directions of a bucket travel."""
+        return parts.wire_dtype or self.shard(parts.members[0]).dtype
 
     def _on_exchange_device(self, parts: ExchangeBucket, wire: Tensor | None) -> Tensor | None:
         return None if wire is None else wire.to(self._exchange_device(parts.members))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.exchange import OwnedRun
-from vescale_optim.sharding.regions import Part
+from vescale_optim.sharding.regions import Part, flat_extent
 
 
 @dataclass(frozen=True)
@@ -101,28 +101,6 @@ def _holders(
         rows = sorted(range(grid.num_rows), key=lambda row: (grid.rank_at[row][column]))
         owned += _balanced(blocks, 1.0, [(row, column) for row in rows], grid, loads, range(first, last + 1))
     return tuple(owned)
-
-
-def flat_extent(shape: Sequence[int], region: Sequence[Part]) -> tuple[int, int] | None:
-    """(start, end) of a region that is one run of the flat tensor and lies in memory in that order; else None."""
-    if not region:
-        return 0, 0
-    strides = [1] * len(shape)
-    for axis in reversed(range(len(shape) - 1)):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-    position, begin = None, 0
-    for part in sorted(region, key=lambda part: part.offset):
-        start = sum(first * stride for first, stride in zip(part.start, strides, strict=True))
-        # A box is one run where everything inside the outermost axis it cuts is whole.
-        outer = next((axis for axis, size in enumerate(part.size) if size > 1), len(shape))
-        if any(part.size[axis] != shape[axis] for axis in range(outer + 1, len(shape))):
-            return None
-        if position is None:
-            position = begin = start
-        if start != position or part.offset != position - begin:
-            return None
-        position += part.numel
-    return begin, position
 
 
 def _balanced(

@@ -120,6 +120,26 @@ def run_region(shape: Sequence[int], start: int, end: int, offset: int = 0) -> t
     )
 
 
+def flat_extent(shape: Sequence[int], region: Sequence[Part]) -> tuple[int, int] | None:
+    """(start, end) of a region that is one run of the flat tensor and lies in memory in that order; else None."""
+    if not region:
+        return 0, 0
+    strides = row_major_strides(shape)
+    position, begin = None, 0
+    for part in sorted(region, key=lambda part: part.offset):
+        start = sum(first * stride for first, stride in zip(part.start, strides, strict=True))
+        # A box is one run where everything inside the outermost axis it cuts is whole.
+        outer = next((axis for axis, size in enumerate(part.size) if size > 1), len(shape))
+        if any(part.size[axis] != shape[axis] for axis in range(outer + 1, len(shape))):
+            return None
+        if position is None:
+            position = begin = start
+        if start != position or part.offset != position - begin:
+            return None
+        position += part.numel
+    return begin, position
+
+
 def placed_region(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[Part, ...]:

@@ -345,7 +345,7 @@ class ShardedGroup:
 
     def start_average_over_replicas(self, replicas: ProcessGroup) -> list[Pending]:
         """What is published already is the same on all replicas: averaging it again leaves it."""
-        return self.gradients.start_all_reduce_mean(replicas)
+        return self.gradients.all_reduce_mean(replicas)
 
     def publish(self) -> None:
         """The mean is complete: `.grad` of every parameter that is `present` becomes its shard."""
