@@ -504,7 +504,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
         Only after all parameters were swapped for others, as accelerate does, must all ranks call: state is made anew.
         """
-        if self._has_departed():
+        if self._departed():
             self._manage_parameters()
         return super().state_dict()
 
