@@ -12,78 +12,25 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from tests.support.reference_shampoo import Shampoo, after_steps
+from tests.support.tiled_training import (
+    SHAPES,
+    SMALL,
+    STEPS,
+    assert_equal,
+    means,
+    state_of,
+    train,
+    train_with_bad_gradient,
+    values_of,
+)
 from tests.support.values import backward, parameter_module, parameter_values, rank_gradients
 from vescale_optim.optimizers import matrix_roots, shampoo
 from vescale_optim.optimizers.shampoo import ShardedShampoo, is_due
 from vescale_optim.optimizers.tiles import add_gram, batches_of, grouped
 
-SHAPES = {
-    "wide": (7, 13),
-    "even": (96, 64),
-    "tall": (300, 50),
-    "row": (1, 64),
-    "stack": (3, 40, 24),
-    "bias": (13,),
-    "scalar": (),
-}
-SMALL = {name: SHAPES[name] for name in ("wide", "even", "stack", "bias")}
-STEPS = 10
 # Recomputed in steps 3, 6, 9, 4, 7, 10 and 5, 8: every tile in turn.
 ARGUMENTS = dict(lr=0.01, max_preconditioner_dim=32, precondition_frequency=3, weight_decay=0.1)
 REFERENCE = dict(lr=0.01, block=32, frequency=3, weight_decay=0.1)
-
-
-def train(
-    rank: int,
-    world_size: int,
-    mesh: Any,
-    arguments: dict[str, Any],
-    shapes: dict[str, tuple[int, ...]],
-    dtype: torch.dtype = torch.float32,
-    unused: dict[str, tuple[int, ...]] | None = None,
-    frozen: tuple[str, ...] = (),
-    steps: int = STEPS,
-    wants_state: bool = False,
-    layouts: dict[str, dict[str, Any]] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    module = parameter_module(parameter_values(shapes, dtype=dtype))
-    for name in frozen:
-        module[name].requires_grad_(False)
-    groups = [{"params": [named], **(layouts or {}).get(named[0], {})} for named in module.named_parameters()]
-    params = groups if layouts else module.named_parameters()
-    optimizer = ShardedShampoo(params, mesh, bucket_mib=0.02, **arguments)
-    for step in range(steps):
-        grads = rank_gradients(shapes, world_size, seed=step, dtype=dtype, unused=unused)
-        backward(module.named_parameters(), {n: g for n, g in grads.of_rank(rank).items() if n not in frozen})
-        optimizer.step()
-        optimizer.zero_grad()
-    return values_of(module), state_of(module, optimizer) if wants_state else {}
-
-
-def values_of(module: Any) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in module.named_parameters()}
-
-
-def state_of(module: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
-    """All state, whole, on every rank."""
-    return {
-        name: {key: v if key == "step" else v.full_tensor() for key, v in optimizer.state[param].items()}
-        for name, param in module.named_parameters()
-        if param in optimizer.state
-    }
-
-
-def means(
-    shapes: Any, world_size: int, dtype: torch.dtype = torch.float32, unused: Any = None, steps: int = STEPS
-) -> Any:
-    return [dict(rank_gradients(shapes, world_size, seed=s, dtype=dtype, unused=unused).mean) for s in range(steps)]
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        worst = (found[name].float() - value.float()).abs().max().item() if value.numel() else 0.0
-        assert torch.equal(found[name], value), f"{name}: off by {worst}"
 
 
 # -- the same as one device ------------------------------------------------------------------------------------------
@@ -94,7 +41,7 @@ def test_equals_one_device_in_parameters_and_state(dtype: torch.dtype) -> None:
     reference = Shampoo(parameter_values(SHAPES, dtype=dtype), **REFERENCE)
     after_steps(reference, means(SHAPES, 1, dtype))
     for world_size in (1, 2, 3, 4):
-        for values, state in run_ranks(world_size, train, ARGUMENTS, SHAPES, dtype, None, (), STEPS, True):
+        for values, state in run_ranks(world_size, train, ShardedShampoo, ARGUMENTS, SHAPES, dtype, None, (), STEPS, True):
             assert_equal(values, reference.params)
             for name in reference.tiles:
                 expected = {
@@ -112,7 +59,7 @@ def test_equals_one_device_in_parameters_and_state(dtype: torch.dtype) -> None:
 def test_parameters_unused_somewhere_or_everywhere_and_frozen_ones(world_size: int) -> None:
     unused = {"tall": (world_size - 1,), "row": tuple(range(world_size)), "bias": (0,)}
     frozen = ("wide",)
-    results = run_ranks(world_size, train, ARGUMENTS, SHAPES, torch.float32, unused, frozen)
+    results = run_ranks(world_size, train, ShardedShampoo, ARGUMENTS, SHAPES, torch.float32, unused, frozen)
     steps = [{n: g for n, g in mean.items() if n not in frozen} for mean in means(SHAPES, world_size, unused=unused)]
     start = parameter_values(SHAPES)
     trained = {name: value for name, value in start.items() if name not in frozen}
@@ -124,7 +71,7 @@ def test_parameters_unused_somewhere_or_everywhere_and_frozen_ones(world_size: i
 
 def test_more_ranks_than_panels_and_an_empty_parameter() -> None:
     shapes = {"wide": (7, 13), "empty": (0, 5), "bias": (3,)}
-    results = run_ranks(4, train, ARGUMENTS, shapes)
+    results = run_ranks(4, train, ShardedShampoo, ARGUMENTS, shapes)
     steps = [{n: g for n, g in mean.items() if n != "empty"} for mean in means(shapes, 4)]
     start = {n: v for n, v in parameter_values(shapes).items() if n != "empty"}
     expected = after_steps(Shampoo(start, **REFERENCE), steps)
@@ -138,7 +85,7 @@ def test_fp32_master_copy_of_bf16_parameters() -> None:
     start = {name: value.float() for name, value in parameter_values(SMALL, dtype=bf16).items()}
     steps = [{name: grad.float() for name, grad in mean.items()} for mean in means(SMALL, 3, bf16)]
     expected = after_steps(Shampoo(start, **REFERENCE), steps)
-    for values, _ in run_ranks(3, train, {**ARGUMENTS, "master_dtype": torch.float32}, SMALL, bf16):
+    for values, _ in run_ranks(3, train, ShardedShampoo, {**ARGUMENTS, "master_dtype": torch.float32}, SMALL, bf16):
         assert_equal(values, {name: value.bfloat16() for name, value in expected.items()})
 
 
@@ -148,7 +95,7 @@ def test_factors_larger_than_one_panel_of_their_grams() -> None:
     reference = Shampoo(parameter_values(shapes), lr=0.01, block=1024, frequency=2)
     expected = after_steps(reference, means(shapes, 2, steps=3))
     arguments = dict(lr=0.01, max_preconditioner_dim=1024, precondition_frequency=2)
-    for values, _ in run_ranks(2, train, arguments, shapes, torch.float32, None, (), 3):
+    for values, _ in run_ranks(2, train, ShardedShampoo, arguments, shapes, torch.float32, None, (), 3):
         assert_equal(values, expected)
 
 
@@ -168,7 +115,7 @@ def test_grams_of_any_size(decay: float, batch: tuple[int, ...]) -> None:
 def train_in_batches(rank: int, world_size: int, mesh: Any, arguments: Any, shapes: Any) -> dict[str, Tensor]:
     shampoo.batches_of = grouped
     try:
-        return train(rank, world_size, mesh, arguments, shapes)[0]
+        return train(rank, world_size, mesh, ShardedShampoo, arguments, shapes)[0]
     finally:
         shampoo.batches_of = batches_of
 
@@ -177,7 +124,7 @@ def test_batches_of_tiles_step_like_single_ones() -> None:
     """The form that runs on devices with batched kernels, which round differently."""
     shapes = {"stack": (3, 16, 16), "even": (48, 32), "ragged": (20, 36)}
     arguments = {**ARGUMENTS, "max_preconditioner_dim": 16, "matrix_eps": 1e-2, "momentum": 0.9}
-    expected = run_ranks(1, train, arguments, shapes)[0][0]
+    expected = run_ranks(1, train, ShardedShampoo, arguments, shapes)[0][0]
     for values in run_ranks(2, train_in_batches, arguments, shapes):
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-4)
@@ -265,7 +212,7 @@ def small_results() -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_hyperparameter_acts_as_in_the_formulas(variant: str, small_results: Any) -> None:
     arguments, _ = VARIANTS[variant]
-    for values, _ in run_ranks(2, train, {**ARGUMENTS, **arguments}, SMALL):
+    for values, _ in run_ranks(2, train, ShardedShampoo, {**ARGUMENTS, **arguments}, SMALL):
         assert_equal(values, small_results[variant])
     moved = ("bias",) if variant.startswith("adamw") else ("even", "stack")
     assert all(not torch.equal(small_results[variant][n], small_results["default"][n]) for n in moved)
@@ -357,7 +304,7 @@ def test_matrices_inside_a_parameter_step_as_if_stored_apart(layout: str, block:
     shape, options = LAYOUTS[layout]
     shapes = {"fused": shape, "other": (10, 10)}
     arguments = dict(lr=0.01, max_preconditioner_dim=block, precondition_frequency=1, matrix_eps=1e-2)
-    results = run_ranks(3, train, arguments, shapes, torch.float32, None, (), 4, False, {"fused": options})
+    results = run_ranks(3, train, ShardedShampoo, arguments, shapes, torch.float32, None, (), 4, False, {"fused": options})
     start = out_by_in(parameter_values(shapes)["fused"], options)
     grads = [out_by_in(mean["fused"], options) for mean in means(shapes, 3, steps=4)]
     names = [str(index) for index in range(len(start))]
@@ -371,28 +318,6 @@ def test_matrices_inside_a_parameter_step_as_if_stored_apart(layout: str, block:
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-
-
-def train_with_bad_gradient(rank: int, world_size: int, mesh: Any, bad: float, where: str, bad_step: int) -> Any:
-    module = parameter_module(parameter_values(SMALL))
-    optimizer = ShardedShampoo(module.named_parameters(), mesh, bucket_mib=0.02, **ARGUMENTS)
-    messages: list[str] = []
-    for step in range(STEPS + 1):
-        grads = rank_gradients(SMALL, world_size, seed=step - (step > bad_step)).of_rank(rank)
-        if step == bad_step and rank == world_size - 1:
-            grads[where].view(-1)[3] = bad
-        before = values_of(module), state_of(module, optimizer)
-        backward(module.named_parameters(), grads)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        messages += [str(warning.message) for warning in caught]
-        if step == bad_step:
-            assert_equal(values_of(module), before[0])
-            for name, state in state_of(module, optimizer).items():
-                assert_equal(state, before[1][name])
-        optimizer.zero_grad()
-    return values_of(module), messages
 
 
 @pytest.mark.parametrize(
@@ -409,7 +334,7 @@ def train_with_bad_gradient(rank: int, world_size: int, mesh: Any, bad: float, w
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_enters_no_factor(
     world_size: int, where: str, bad: float, small_results: Any
 ) -> None:
-    for values, messages in run_ranks(world_size, train_with_bad_gradient, bad, where, 4):
+    for values, messages in run_ranks(world_size, train_with_bad_gradient, ShardedShampoo, ARGUMENTS, bad, where, 4):
         (message,) = messages
         assert f"gradient of parameter '{where}' has NaN" in message and "all ranks skip this step" in message
         assert_equal(values, small_results["default"])
@@ -517,6 +442,6 @@ def continue_from(rank: int, world_size: int, mesh: Any, values: Any, state: Any
 
 
 def test_state_of_two_ranks_continues_on_three(small_results: Any) -> None:
-    values, state = run_ranks(2, train, ARGUMENTS, SMALL, torch.float32, None, (), 5, True)[0]
+    values, state = run_ranks(2, train, ShardedShampoo, ARGUMENTS, SMALL, torch.float32, None, (), 5, True)[0]
     for found in run_ranks(3, continue_from, values, state, range(5, STEPS)):
         assert_equal(found, small_results["default"])

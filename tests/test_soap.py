@@ -13,72 +13,24 @@ from torch import Tensor
 from tests.support.ranks import run_ranks
 from tests.support.reference_shampoo import after_steps
 from tests.support.reference_soap import SOAP, authors_soap
+from tests.support.tiled_training import (
+    SHAPES,
+    SMALL,
+    STEPS,
+    assert_equal,
+    means,
+    state_of,
+    train,
+    train_with_bad_gradient,
+    values_of,
+)
 from tests.support.values import backward, parameter_module, parameter_values, rank_gradients
 from vescale_optim.optimizers import matrix_roots, soap
 from vescale_optim.optimizers.soap import ShardedSOAP
 from vescale_optim.optimizers.tiles import batches_of, grouped
 
-SHAPES = {
-    "wide": (7, 13),
-    "even": (96, 64),
-    "tall": (300, 50),
-    "row": (1, 64),
-    "stack": (3, 40, 24),
-    "bias": (13,),
-    "scalar": (),
-}
-SMALL = {name: SHAPES[name] for name in ("wide", "even", "stack", "bias")}
-STEPS = 10
 ARGUMENTS = dict(lr=0.01, max_precond_dim=32, precondition_frequency=3)
 REFERENCE = dict(lr=0.01, block=32, frequency=3)
-
-
-def train(
-    rank: int,
-    world_size: int,
-    mesh: Any,
-    arguments: dict[str, Any],
-    shapes: dict[str, tuple[int, ...]],
-    dtype: torch.dtype = torch.float32,
-    unused: dict[str, tuple[int, ...]] | None = None,
-    frozen: tuple[str, ...] = (),
-    steps: int = STEPS,
-    wants_state: bool = False,
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    module = parameter_module(parameter_values(shapes, dtype=dtype))
-    for name in frozen:
-        module[name].requires_grad_(False)
-    optimizer = ShardedSOAP(module.named_parameters(), mesh, bucket_mib=0.02, **arguments)
-    for step in range(steps):
-        grads = rank_gradients(shapes, world_size, seed=step, dtype=dtype, unused=unused)
-        backward(module.named_parameters(), {n: g for n, g in grads.of_rank(rank).items() if n not in frozen})
-        optimizer.step()
-        optimizer.zero_grad()
-    return values_of(module), state_of(module, optimizer) if wants_state else {}
-
-
-def values_of(module: Any) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in module.named_parameters()}
-
-
-def state_of(module: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
-    """All state, whole, on every rank."""
-    return {
-        name: {key: v if key == "step" else v.full_tensor() for key, v in optimizer.state[param].items()}
-        for name, param in module.named_parameters()
-        if param in optimizer.state
-    }
-
-
-def means(shapes: Any, world_size: int, dtype: torch.dtype = torch.float32, unused: Any = None) -> Any:
-    return [dict(rank_gradients(shapes, world_size, seed=s, dtype=dtype, unused=unused).mean) for s in range(STEPS)]
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        worst = (found[name].float() - value.float()).abs().max().item() if value.numel() else 0.0
-        assert torch.equal(found[name], value), f"{name}: off by {worst}"
 
 
 # -- the same as one device ------------------------------------------------------------------------------------------
@@ -91,7 +43,7 @@ def test_equals_one_device_in_parameters_and_state(dtype: torch.dtype, block: in
     after_steps(reference, means(SHAPES, 1, dtype))
     for world_size in (1, 2, 3, 4):
         arguments = {**ARGUMENTS, "max_precond_dim": block}
-        for values, state in run_ranks(world_size, train, arguments, SHAPES, dtype, None, (), STEPS, True):
+        for values, state in run_ranks(world_size, train, ShardedSOAP, arguments, SHAPES, dtype, None, (), STEPS, True):
             assert_equal(values, reference.params)
             for name in reference.tiles:
                 expected = {
@@ -108,7 +60,7 @@ def test_equals_one_device_in_parameters_and_state(dtype: torch.dtype, block: in
 def test_parameters_unused_somewhere_or_everywhere_and_frozen_ones(world_size: int) -> None:
     unused = {"tall": (world_size - 1,), "row": tuple(range(world_size)), "bias": (0,)}
     frozen = ("wide",)
-    results = run_ranks(world_size, train, ARGUMENTS, SHAPES, torch.float32, unused, frozen)
+    results = run_ranks(world_size, train, ShardedSOAP, ARGUMENTS, SHAPES, torch.float32, unused, frozen)
     steps = [{n: g for n, g in mean.items() if n not in frozen} for mean in means(SHAPES, world_size, unused=unused)]
     start = parameter_values(SHAPES)
     trained = {name: value for name, value in start.items() if name not in frozen}
@@ -121,14 +73,14 @@ def test_parameters_unused_somewhere_or_everywhere_and_frozen_ones(world_size: i
 def test_g07_one_matrix_on_two_ranks_steps_as_on_one_device() -> None:
     shapes = {"weight": (8, 6)}
     expected = after_steps(SOAP(parameter_values(shapes), **REFERENCE), means(shapes, 2))
-    for values, _ in run_ranks(2, train, ARGUMENTS, shapes):
+    for values, _ in run_ranks(2, train, ShardedSOAP, ARGUMENTS, shapes):
         assert_equal(values, expected)
 
 
 def train_in_batches(rank: int, world_size: int, mesh: Any, arguments: Any, shapes: Any) -> dict[str, Tensor]:
     soap.batches_of = grouped
     try:
-        return train(rank, world_size, mesh, arguments, shapes)[0]
+        return train(rank, world_size, mesh, ShardedSOAP, arguments, shapes)[0]
     finally:
         soap.batches_of = batches_of
 
@@ -137,7 +89,7 @@ def test_batches_of_tiles_step_like_single_ones() -> None:
     """The form that runs on devices with batched kernels, which round differently."""
     shapes = {"stack": (3, 16, 16), "even": (48, 32)}
     arguments = {**ARGUMENTS, "max_precond_dim": 16}
-    expected = run_ranks(1, train, arguments, shapes)[0][0]
+    expected = run_ranks(1, train, ShardedSOAP, arguments, shapes)[0][0]
     for values in run_ranks(2, train_in_batches, arguments, shapes):
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-4)
@@ -170,7 +122,7 @@ def small_results() -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_hyperparameter_acts_as_in_the_formulas(variant: str, small_results: Any) -> None:
     arguments, _ = VARIANTS[variant]
-    for values, _ in run_ranks(2, train, {**ARGUMENTS, **arguments}, SMALL):
+    for values, _ in run_ranks(2, train, ShardedSOAP, {**ARGUMENTS, **arguments}, SMALL):
         assert_equal(values, small_results[variant])
     moved = ("bias",) if variant.startswith("adamw") else ("even", "stack")
     assert all(not torch.equal(small_results[variant][n], small_results["default"][n]) for n in moved)
@@ -252,28 +204,6 @@ def test_the_first_updates_are_bounded(shape: tuple[int, ...], bound: float, zer
 # -- faults and resume -----------------------------------------------------------------------------------------------
 
 
-def train_with_bad_gradient(rank: int, world_size: int, mesh: Any, bad: float, where: str, bad_step: int) -> Any:
-    module = parameter_module(parameter_values(SMALL))
-    optimizer = ShardedSOAP(module.named_parameters(), mesh, bucket_mib=0.02, **ARGUMENTS)
-    messages: list[str] = []
-    for step in range(STEPS + 1):
-        grads = rank_gradients(SMALL, world_size, seed=step - (step > bad_step)).of_rank(rank)
-        if step == bad_step and rank == world_size - 1:
-            grads[where].view(-1)[3] = bad
-        before = values_of(module), state_of(module, optimizer)
-        backward(module.named_parameters(), grads)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        messages += [str(warning.message) for warning in caught]
-        if step == bad_step:
-            assert_equal(values_of(module), before[0])
-            for name, state in state_of(module, optimizer).items():
-                assert_equal(state, before[1][name])
-        optimizer.zero_grad()
-    return values_of(module), messages
-
-
 @pytest.mark.parametrize(
     "world_size, where, bad, bad_step",
     [(1, "even", torch.nan, 4), (2, "stack", torch.nan, 0), (2, "bias", torch.inf, 4), (3, "even", 1e20, 5)],
@@ -281,7 +211,7 @@ def train_with_bad_gradient(rank: int, world_size: int, mesh: Any, bad: float, w
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_enters_no_factor(
     world_size: int, where: str, bad: float, bad_step: int, small_results: Any
 ) -> None:
-    for values, messages in run_ranks(world_size, train_with_bad_gradient, bad, where, bad_step):
+    for values, messages in run_ranks(world_size, train_with_bad_gradient, ShardedSOAP, ARGUMENTS, bad, where, bad_step):
         (message,) = messages
         assert f"gradient of parameter '{where}' has NaN" in message and "all ranks skip this step" in message
         assert_equal(values, small_results["default"])
@@ -299,7 +229,7 @@ def train_while_eigh_fails(rank: int, world_size: int, mesh: Any) -> tuple[dict[
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            values, _ = train(rank, world_size, mesh, ARGUMENTS, SMALL)
+            values, _ = train(rank, world_size, mesh, ShardedSOAP, ARGUMENTS, SMALL)
     finally:
         matrix_roots.torch.linalg.eigh = original
     return values, sum("no eigenvectors were found" in str(warning.message) for warning in caught)
@@ -377,6 +307,6 @@ def continue_from(rank: int, world_size: int, mesh: Any, values: Any, state: Any
 
 
 def test_state_of_two_ranks_continues_on_three(small_results: Any) -> None:
-    values, state = run_ranks(2, train, ARGUMENTS, SMALL, torch.float32, None, (), 5, True)[0]
+    values, state = run_ranks(2, train, ShardedSOAP, ARGUMENTS, SMALL, torch.float32, None, (), 5, True)[0]
     for found in run_ranks(3, continue_from, values, state, range(5, STEPS)):
         assert_equal(found, small_results["default"])

@@ -1,0 +1,108 @@
+"""What the tests of Shampoo and SOAP share: shapes, a training run on ranks, and how its results are compared."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.values import backward, parameter_module, parameter_values, rank_gradients
+from vescale_optim.optimizers.base import ShardedOptimizer
+
+SHAPES = {
+    "wide": (7, 13),
+    "even": (96, 64),
+    "tall": (300, 50),
+    "row": (1, 64),
+    "stack": (3, 40, 24),
+    "bias": (13,),
+    "scalar": (),
+}
+SMALL = {name: SHAPES[name] for name in ("wide", "even", "stack", "bias")}
+STEPS = 10
+
+
+def train(
+    rank: int,
+    world_size: int,
+    mesh: Any,
+    kind: type[ShardedOptimizer],
+    arguments: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype = torch.float32,
+    unused: dict[str, tuple[int, ...]] | None = None,
+    frozen: tuple[str, ...] = (),
+    steps: int = STEPS,
+    wants_state: bool = False,
+    layouts: dict[str, dict[str, Any]] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    module = parameter_module(parameter_values(shapes, dtype=dtype))
+    for name in frozen:
+        module[name].requires_grad_(False)
+    groups = [{"params": [named], **(layouts or {}).get(named[0], {})} for named in module.named_parameters()]
+    params = groups if layouts else module.named_parameters()
+    optimizer = kind(params, mesh, bucket_mib=0.02, **arguments)
+    for step in range(steps):
+        grads = rank_gradients(shapes, world_size, seed=step, dtype=dtype, unused=unused)
+        backward(module.named_parameters(), {n: g for n, g in grads.of_rank(rank).items() if n not in frozen})
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(module), state_of(module, optimizer) if wants_state else {}
+
+
+def values_of(module: Any) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+def state_of(module: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    """All state, whole, on every rank."""
+    return {
+        name: {key: v if key == "step" else v.full_tensor() for key, v in optimizer.state[param].items()}
+        for name, param in module.named_parameters()
+        if param in optimizer.state
+    }
+
+
+def means(shapes: Any, world_size: int, dtype: torch.dtype = torch.float32, unused: Any = None, steps: int = STEPS) -> Any:
+    return [dict(rank_gradients(shapes, world_size, seed=s, dtype=dtype, unused=unused).mean) for s in range(steps)]
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        worst = (found[name].float() - value.float()).abs().max().item() if value.numel() else 0.0
+        assert torch.equal(found[name], value), f"{name}: off by {worst}"
+
+
+def train_with_bad_gradient(
+    rank: int,
+    world_size: int,
+    mesh: Any,
+    kind: type[ShardedOptimizer],
+    arguments: dict[str, Any],
+    bad: float,
+    where: str,
+    bad_step: int,
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Train on SMALL with one bad entry in one gradient of the last rank; values at the end, and the warnings."""
+    module = parameter_module(parameter_values(SMALL))
+    optimizer = kind(module.named_parameters(), mesh, bucket_mib=0.02, **arguments)
+    messages: list[str] = []
+    for step in range(STEPS + 1):
+        grads = rank_gradients(SMALL, world_size, seed=step - (step > bad_step)).of_rank(rank)
+        if step == bad_step and rank == world_size - 1:
+            grads[where].view(-1)[3] = bad
+        before = values_of(module), state_of(module, optimizer)
+        backward(module.named_parameters(), grads)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        messages += [str(warning.message) for warning in caught]
+        if step == bad_step:
+            assert_equal(values_of(module), before[0])
+            for name, state in state_of(module, optimizer).items():
+                assert_equal(state, before[1][name])
+        optimizer.zero_grad()
+    return values_of(module), messages
