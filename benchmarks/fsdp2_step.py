@@ -13,15 +13,14 @@ Peers from PyPI (muon-fsdp2, dtensor-muon, muonium) take part where they are ins
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from peers import Several
@@ -149,29 +148,23 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--only", nargs="*", default=list(CANDIDATES), choices=list(CANDIDATES))
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, args=(f"{directory}/store", args), nprocs=args.ranks)
+    ranks.launch(run_rank, parser.parse_args())
 
 
-def run_rank(rank: int, store: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", store=dist.FileStore(store, args.ranks), rank=rank, world_size=args.ranks)
-    mesh = init_device_mesh("cpu", (args.ranks,))
+def run_rank(rank: int, world_size: int, store: str | None, args: argparse.Namespace) -> None:
+    ranks.join(rank, world_size, store, threads=args.threads, device="cpu")
+    mesh = init_device_mesh("cpu", (world_size,))
     results = {name: measure(MODELS[name], mesh, args) for name in args.models}
     if rank == 0:
         setting = {
             "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "device": processor_name(),
-            "ranks": args.ranks, "threads": args.threads, "warm-up": args.warm_up, "rounds": args.rounds,
+            "ranks": world_size, "threads": args.threads, "warm-up": args.warm_up, "rounds": args.rounds,
         }
         print(", ".join(f"{key} {value}" for key, value in setting.items()))
         for name, result in results.items():
             show(name, result)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({"setting": setting, "models": results}, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
+        ranks.report({"setting": setting, "models": results}, args.json)
+    ranks.leave()
 
 
 def measure(make_model: Callable[[], Layers], mesh: DeviceMesh, args: argparse.Namespace) -> dict[str, Any]:

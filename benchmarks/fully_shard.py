@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
+import ranks
 import step_time
 import torch
 import torch.distributed as dist
@@ -148,12 +146,7 @@ class Candidate:
 
 
 def main() -> None:
-    args = parse_arguments()
-    if "RANK" in os.environ:
-        run_rank(int(os.environ.get("LOCAL_RANK", 0)), int(os.environ["WORLD_SIZE"]), None, args)
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, args=(args.ranks, f"{directory}/store", args), nprocs=args.ranks)
+    ranks.launch(run_rank, parse_arguments())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -175,15 +168,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_rank(local_rank: int, world_size: int, store: str | None, args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = torch.device(args.device or ("cuda" if enough else "cpu"))
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    init = {} if store is None else {"store": dist.FileStore(store, world_size), "rank": local_rank}
-    dist.init_process_group(backend, world_size=-1 if store is None else world_size, **init)
+    device = ranks.join(local_rank, world_size, store, threads=args.threads, device=args.device)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
     pairs = [pair for pair in PAIRS if not args.only or any(word.lower() in pair.ours.lower() for word in args.only)]
     results = []
@@ -194,12 +179,8 @@ def run_rank(local_rank: int, world_size: int, store: str | None, args: argparse
     if dist.get_rank() == 0:
         setting = step_time.setting(argparse.Namespace(**vars(args), warm_up=2), device, world_size)
         print(", ".join(f"{key} {value}" for key, value in setting.items()))
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps({"setting": setting, "results": results}, indent=1))
-            print(f"wrote {args.json}")
-    dist.barrier()
-    dist.destroy_process_group()
+        ranks.report({"setting": setting, "results": results}, args.json)
+    ranks.leave()
 
 
 def make_model(kind: str, width: int, args: argparse.Namespace) -> nn.Module:

@@ -24,11 +24,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import json
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +36,7 @@ from typing import Any
 
 import peers
 import psutil
+import ranks
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
@@ -141,12 +140,7 @@ class Candidate:
 
 
 def main() -> None:
-    args = parse_arguments()
-    if "RANK" in os.environ:
-        run_rank(int(os.environ.get("LOCAL_RANK", 0)), int(os.environ["WORLD_SIZE"]), None, args)
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, args=(args.ranks, f"{directory}/store", args), nprocs=args.ranks)
+    ranks.launch(run_rank, parse_arguments())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -167,17 +161,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_rank(local_rank: int, world_size: int, store: str | None, args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = torch.device(args.device or ("cuda" if enough else "cpu"))
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if store is None:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=local_rank, world_size=world_size)
+    device = ranks.join(local_rank, world_size, store, threads=args.threads, device=args.device)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
 
     context = min(128, args.tokens)
@@ -216,12 +200,8 @@ def run_rank(local_rank: int, world_size: int, store: str | None, args: argparse
         result |= {"skipped": skipped, "largest_parameter_difference": differences, "model": asdict(config)}
         result |= {"num_parameters": model.num_parameters(), "setting": setting(args, device, world_size)}
         show(result)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(result, indent=1))
-            print(f"wrote {args.json}")
-    dist.barrier()
-    dist.destroy_process_group()
+        ranks.report(result, args.json)
+    ranks.leave()
 
 
 def build_candidates(
@@ -298,8 +278,8 @@ def summarize(
             "sync_and_step_ms": [1e3 * (block - plain_block) / iterations for block in candidate.blocks],
             "iteration_ms": [1e3 * (block - forward) / iterations for block in candidate.blocks],
             "collectives": candidate.collectives,
-            "state_bytes_per_rank": [ranks[candidate.name][0] for ranks in memory],
-            "added_bytes_per_rank": [ranks[candidate.name][1] for ranks in memory],
+            "state_bytes_per_rank": [of_rank[candidate.name][0] for of_rank in memory],
+            "added_bytes_per_rank": [of_rank[candidate.name][1] for of_rank in memory],
         }
     ratios = {}
     for comparison in COMPARISONS:

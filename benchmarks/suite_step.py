@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 from step_time import processor_name, spread
@@ -196,13 +195,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="candidates whose names contain one of these words")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, args=(args.ranks, f"{directory}/store", args), nprocs=args.ranks)
+    ranks.launch(run_rank, args)
 
 
-def run_rank(rank: int, world_size: int, store: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+def run_rank(rank: int, world_size: int, store: str | None, args: argparse.Namespace) -> None:
+    ranks.join(rank, world_size, store, device="cpu")
     meshes = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("all", "one"))
     runners, skipped = build_runners(meshes, args.only)
     for runner in runners:
@@ -215,12 +212,8 @@ def run_rank(rank: int, world_size: int, store: str, args: argparse.Namespace) -
     if rank == 0:
         result = summarize(runners, skipped) | {"setting": setting(args), "all_ranks_at_once": slowdowns}
         show(result)
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(result, indent=1))
-            print(f"wrote {args.json}")
-    dist.barrier()
-    dist.destroy_process_group()
+        ranks.report(result, args.json)
+    ranks.leave()
 
 
 def build_runners(meshes: DeviceMesh, only: Sequence[str] | None) -> tuple[list[Runner], dict[str, str]]:
