@@ -278,9 +278,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: str) ->
     except BaseException:
         pipe.send_bytes(_dumps(("error", traceback.format_exc())))
         return
-    # What importing torch made is immortal: without this each collection below would walk it, for 0.1 s.
-    gc.collect()
-    gc.freeze()
+    num_frozen = _collect(0)
     pipe.send_bytes(_dumps(("ready", 0)))
     while True:
         try:
@@ -296,7 +294,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: str) ->
             continue  # no barrier: the parent kills the pool
         pipe.send_bytes(_dumps(("value", value)))
         del value
-        gc.collect()
+        num_frozen = _collect(num_frozen)
         try:
             dist.barrier()
         except BaseException as error:
@@ -306,6 +304,17 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log: str) ->
     # Without a barrier first, gloo now and then aborts in destroy_process_group (torch 2.13).
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _collect(num_frozen: int) -> int:
+    """Collect what the call left, and freeze what stays whenever modules were imported; returns their number.
+
+    What an import makes is immortal. Without this, each collection would walk all of it: 0.1 s for torch, 0.4 s later on.
+    """
+    gc.collect()
+    if len(sys.modules) != num_frozen:
+        gc.freeze()
+    return len(sys.modules)
 
 
 def _join_group(rank: int, world_size: int, port: int) -> dist.DeviceMesh:
