@@ -747,6 +747,43 @@ def test_memory_is_flat_and_shards_are_their_share(world_size: int) -> None:
     run_ranks(world_size, measure)
 
 
+def drop_and_keep_gradients(rank: int, world_size: int, mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 128), nn.Linear(128, 96))
+    wrap(model, ["0", "1"], mesh)
+    x = torch.ones(4, 96)
+    model(x).sum().backward()
+    alive, first = bytes_alive(), [param.grad.full_tensor() for param in model.parameters()]
+    del first[1:]
+    shards = sum({storage_of(p.grad).data_ptr(): storage_of(p.grad).nbytes() for p in model.parameters()}.values())
+    assert shards >= 4 * sum(param.numel() for param in model.parameters()) / world_size
+    model.zero_grad()
+    assert bytes_alive() - first[0].nbytes == alive - shards
+    del first
+
+    def backward() -> None:
+        model(x).sum().backward()
+
+    backward()
+    once = [param.grad.full_tensor() for param in model.parameters()]
+    place = model[0].weight.grad._local_tensor.data_ptr()
+    model[0].bias.grad = None
+    model[1].weight.grad = model[1].weight.grad * 2
+    backward()
+    expected = [2 * once[0], once[1], 3 * once[2], 2 * once[3]]
+    for param, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param.grad.full_tensor(), gradient)
+    assert model[0].weight.grad._local_tensor.data_ptr() == place
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    return tensor._local_tensor.untyped_storage()
+
+
+def test_dropped_gradients_free_their_memory_and_kept_ones_stay_in_place() -> None:
+    run_ranks(2, drop_and_keep_gradients)
+
+
 def delete(rank: int, world_size: int, mesh: DeviceMesh, fails: bool) -> None:
     model, names = make_model("tied")
     wrap(model, names, mesh)

@@ -14,6 +14,8 @@ Parameters of a replicated model are views of `full`; gradients, master weights 
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -63,11 +65,21 @@ class DBuffer:
             self.shards = self.shards_of(self.full)
             self.local = None
         else:
-            self.local = torch.zeros(plan.shard_numel(self.rank), dtype=dtype, device=device)
-            self.shards = [
-                self.local.narrow(0, segment.local_start[self.rank], segment.shard_numels[self.rank])
-                for segment in plan.segments
-            ]
+            self._lie_in(torch.zeros(plan.shard_numel(self.rank), dtype=dtype, device=device))
+
+    def _lie_in(self, local: Tensor) -> None:
+        self.local = local
+        self.shards = [
+            local.narrow(0, segment.local_start[self.rank], segment.shard_numels[self.rank])
+            for segment in self.plan.segments
+        ]
+
+    def over(self, local: Tensor) -> DBuffer:
+        """The shards of the same plan and ranks in other memory: `local`, flat, of this rank's elements and of this dtype."""
+        other = copy.copy(self)
+        other.full, other._shard_views = None, [None] * len(self.plan.tensors)
+        other._lie_in(local)
+        return other
 
     def shards_of(self, full: Tensor) -> list[Tensor]:
         """This rank's shard of every segment, as views of a global buffer of this plan."""

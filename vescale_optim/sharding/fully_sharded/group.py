@@ -4,8 +4,9 @@
     gradients  | this rank's shard |  <--reduce-scatter--  local gradients, one global buffer  <--a hook--  autograd
                |    of the mean    |
 
-`shards` and `gradients` stay; the two global buffers borrow memory for as long as they are in use. What others see, the
-optimizer among them, are RaggedTensors over `shards`, and over `gradients` as their `.grad`.
+`shards` stay; the two global buffers borrow memory for as long as they are in use. What others see, the optimizer among
+them, are RaggedTensors over `shards`, with RaggedTensors over `gradients` as their `.grad`. These alone hold the memory of
+the gradients from the end of backward on: where the user drops them, none is alive in the next forward.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class ShardedGroup:
         form: what the modules hold.
         local: global buffer of this rank's gradients; None while there are none.
         present: which parameters have a gradient that is not published yet; after the end of backward, on any rank.
+        gradients: shards that a reduction writes; None once they are published.
         holds_means: a reduction wrote gradient shards that are not published yet.
         is_launched: the group took part in this backward's reductions.
     """
@@ -94,7 +96,6 @@ class ShardedGroup:
         self.form = Form.SHARDED
         self.shards = DBuffer(self.plan, self.group, params[0].dtype, device)
         self.whole: DBuffer | None = None
-        self.gradients: DBuffer | None = None
         self._gathering: list[Pending] = []
         self.forget_gradients()
         for index, (slot, param) in enumerate(zip(self.slots, params, strict=True)):
@@ -225,6 +226,7 @@ class ShardedGroup:
         self.present = [False] * len(self.slots)
         self._in_flight: Tensor | None = None
         self._reducing: list[Pending] = []
+        self.gradients: DBuffer | None = None
         self.holds_means = False
         self.is_launched = False
 
@@ -302,11 +304,11 @@ class ShardedGroup:
         for start, end in self.plan.gaps():
             buffer[start:end].zero_()
         self.is_launched = True
-        gradients = self.gradients or self._make_gradients()
-        adds, self.holds_means = self._adds_to_shards(), True
+        adds = self._prepare_gradients()
+        self.holds_means = True
         self._in_flight, self.local, self._borrowed = self._borrowed, None, None
         self._written = [False] * len(self.slots)
-        self._reducing = gradients.reduce_scatter_mean(buffer, self.schedule.memory, add=adds)
+        self._reducing = self.gradients.reduce_scatter_mean(buffer, self.schedule.memory, add=adds)
 
     def finish_reduce(self) -> None:
         """Wait for the reduce-scatter under way, if any."""
@@ -317,31 +319,47 @@ class ShardedGroup:
             self.schedule.memory.give(self._in_flight)
             self._in_flight = None
 
-    def _adds_to_shards(self) -> bool:
-        """Whether the mean is added to what the gradient shards hold; what the user dropped of it becomes zero."""
+    def _prepare_gradients(self) -> bool:
+        """Have gradient shards, over what the user kept of the last ones; returns whether the mean is added to them.
+
+        A gradient that was put in another's place is copied in; what is missing of those to be added to becomes zero.
+        """
         if self.holds_means:
             return True
-        kept = [self._follow_gradient(index) for index in range(len(self.slots))]
-        if any(kept):
-            for index, is_kept in enumerate(kept):
-                if not is_kept:
-                    self.gradients.shard_view(index).zero_()
-        return any(kept)
-
-    def _make_gradients(self) -> DBuffer:
-        self.gradients = DBuffer(self.plan, self.group, self.shards.dtype, self.shards.device)
-        self._views = [self._ragged(index, self.gradients.shard_view(index)) for index in range(len(self.slots))]
-        return self.gradients
-
-    def _follow_gradient(self, index: int) -> bool:
-        """Whether the user kept the gradient; one that was put in its place is copied into the shard."""
-        param, view = self.slots[index].sharded, self._views[index]
-        if param.grad is None:
+        grads = [slot.sharded.grad for slot in self.slots]
+        kept = [grad._local_tensor for index, grad in enumerate(grads) if self._is_gradient_shard(index, grad)]
+        numel = self.plan.shard_numel(self.shards.rank)
+        if kept:
+            local = kept[0].as_strided((numel,), (1,), 0)
+        else:
+            local = torch.empty(numel, dtype=self.shards.dtype, device=self.shards.device)
+        self.gradients = self.shards.over(local)
+        if all(grad is None for grad in grads):
             return False
-        if param.grad is not view:
-            view.copy_(param.grad)
-            param.grad = view
+        for index, grad in enumerate(grads):
+            if grad is None:
+                self.gradients.shard_view(index).zero_()
+            elif not self._is_published(index):
+                ragged = self._ragged(index, self.gradients.shard_view(index))
+                ragged.copy_(grad)
+                self.slots[index].sharded.grad = ragged
         return True
+
+    def _is_gradient_shard(self, index: int, grad: Tensor | None) -> bool:
+        """Whether a gradient lies at its place in a buffer of this plan."""
+        local, view = getattr(grad, "_local_tensor", None), self.shards.shard_view(index)
+        return (
+            isinstance(grad, RaggedTensor)
+            and view.numel() > 0
+            and (local.dtype, local.device, local.shape) == (view.dtype, view.device, view.shape)
+            and local.storage_offset() == view.storage_offset()
+            and local.untyped_storage().nbytes() == view.untyped_storage().nbytes()
+        )
+
+    def _is_published(self, index: int) -> bool:
+        """Whether `.grad` of a parameter is its view of `gradients`."""
+        grad, view = self.slots[index].sharded.grad, self.gradients.shard_view(index)
+        return isinstance(grad, RaggedTensor) and grad._local_tensor.data_ptr() == view.data_ptr()
 
     def start_average_over_replicas(self, replicas: ProcessGroup) -> list[Pending]:
         """What is published already is the same on all replicas: averaging it again leaves it."""
@@ -349,10 +367,10 @@ class ShardedGroup:
 
     def publish(self) -> None:
         """The mean is complete: `.grad` of every parameter that is `present` becomes its shard."""
-        self.holds_means = False
-        for slot, view, is_present in zip(self.slots, self._views, self.present, strict=True):
-            if is_present and slot.sharded.grad is not view:
-                slot.sharded.grad = view
+        for index, slot in enumerate(self.slots):
+            if self.present[index] and not self._is_published(index):
+                slot.sharded.grad = self._ragged(index, self.gradients.shard_view(index))
+        self.gradients, self.holds_means = None, False
         self.present = [False] * len(self.slots)
 
     def drop_gradients(self) -> None:
