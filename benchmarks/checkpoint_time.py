@@ -3,8 +3,9 @@
     python benchmarks/checkpoint_time.py                       1 GB of state on 2 ranks
     python benchmarks/checkpoint_time.py --megabytes 20        quick
 
-Both take turns in one process group, with the same parameters and the same plain `dcp.save` and `dcp.load` of model and
-optimizer, into fresh folders; pages that are still to be written are flushed before every turn, outside the time.
+They take turns in one process group, in an order that rotates, with the same parameters and the same plain `dcp.save` and
+`dcp.load` of model and optimizer, into fresh folders; pages that are still to be written are flushed before every turn,
+outside the time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=1000, help="optimizer state of all ranks together")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; default a temporary folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -83,7 +84,9 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         optimizer.zero_grad()
     times: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": []} for name in named}
     for number in range(options.rounds + 1):
-        for name, (model, optimizer) in named.items():
+        names = list(named)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            model, optimizer = named[name]
             path = f"{folder}/{name.replace(' ', '_')}"
             saving = timed(lambda: dcp.save(state_of(model, optimizer), checkpoint_id=path))  # noqa: B023
             loading = timed(lambda: load(model, optimizer, path))  # noqa: B023
