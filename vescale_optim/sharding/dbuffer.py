@@ -75,7 +75,7 @@ class DBuffer:
         ]
 
     def over(self, local: Tensor) -> DBuffer:
-        """The shards of the same plan and ranks in other memory: `local`, flat, of this rank's elements and of this dtype."""
+        """The shards of the same plan and ranks in other memory: `local`, flat, of this rank's elements and this dtype."""
         other = copy.copy(self)
         other.full, other._shard_views = None, [None] * len(self.plan.tensors)
         other._lie_in(local)
@@ -116,9 +116,7 @@ class DBuffer:
     ) -> list[Pending]:
         """Write (or add) the mean over ranks of `full`, a global buffer of this plan, into the shards."""
         return [
-            reduce_scatter_mean(
-                view, segment.shard_numels, shard, self.group, pool, add=add, is_divided=is_divided, tag=tag
-            )
+            reduce_scatter_mean(view, segment.shard_numels, shard, self.group, pool, add=add, is_divided=is_divided, tag=tag)
             for segment, view, shard, tag in zip(
                 self.plan.segments, self.segments_of(full), self.shards, self._tags, strict=True
             )
