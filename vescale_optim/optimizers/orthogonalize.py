@@ -21,6 +21,7 @@ Coefficients = tuple[float, float, float]
 QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
+@torch.no_grad()
 def orthogonalize(
     matrices: Tensor | Sequence[Tensor],
     *,
@@ -45,17 +46,23 @@ def orthogonalize(
     """
     rows, columns = matrices[0].shape
     is_tall = rows > columns
+    short, long = (columns, rows) if is_tall else (rows, columns)
     x = torch.empty(len(matrices), rows, columns, dtype=dtype, device=matrices[0].device)
     torch._foreach_copy_(list(x), list(matrices))
     norm = norms_of(x)
     # Asking a device would stop the host; on CPU it saves three passes, and powers of two change no bit of the result.
     if x.device.type != "cpu" or not is_ordinary(norm, eps):
         norm = norms_of(scale_by_power_of_two_(x)).clamp(min=eps)
-    x = (x.mT if is_tall else x) / rearrange(norm, "b -> b 1 1")
+    x.div_(rearrange(norm, "b -> b 1 1"))
+    # Two memories in turn: fresh ones would cost a page fault every 4 KiB on CPU, every time.
+    spare, this = x.new_empty(len(matrices), short, long), x.view(len(matrices), short, long)
+    gram, update = x.new_empty(2, len(matrices), short, short)
+    x = x.mT if is_tall else x
     for a, b, c in schedule_of(coefficients, steps):
-        gram = product(x, x.mT)
-        update = add_product(gram, gram, gram, beta=b, alpha=c)
-        x = add_product(x, update, x, beta=a)
+        product(x, x.mT, out=gram)
+        add_product(gram, gram, gram, beta=b, alpha=c, out=update)
+        x = add_product(x, update, x, beta=a, out=spare)
+        spare, this = this, spare
     return x.mT if is_tall else x
 
 
@@ -73,19 +80,23 @@ def is_ordinary(norm: Tensor, eps: float) -> bool:
 SMALL_PRODUCT = 16**3
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
     """left right for each matrix of a batch, with the bits of one `mm` per matrix on CPU."""
     if is_batch_exact(left, right):
-        return torch.bmm(left, right)
-    return torch.stack([torch.mm(a, b) for a, b in zip(left, right, strict=True)])
+        return torch.bmm(left, right, out=out)
+    return torch.stack([torch.mm(a, b) for a, b in zip(left, right, strict=True)], out=out)
 
 
-def add_product(term: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0) -> Tensor:
+def add_product(term: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0, out: Tensor) -> Tensor:
     """beta term + alpha left right for each matrix of a batch, with the bits of one `addmm` per matrix on CPU."""
     if is_batch_exact(left, right):
-        return torch.baddbmm(term, left, right, beta=beta, alpha=alpha)
+        if term.is_contiguous():
+            out.copy_(term)
+        else:  # on CPU (torch 2.13) transposing is fast in two dimensions only
+            torch._foreach_copy_(list(out), list(term))
+        return out.baddbmm_(left, right, beta=beta, alpha=alpha)
     matrices = zip(term, left, right, strict=True)
-    return torch.stack([torch.addmm(t, a, b, beta=beta, alpha=alpha) for t, a, b in matrices])
+    return torch.stack([torch.addmm(t, a, b, beta=beta, alpha=alpha) for t, a, b in matrices], out=out)
 
 
 def is_batch_exact(left: Tensor, right: Tensor) -> bool:
@@ -99,6 +110,7 @@ def schedule_of(coefficients: Coefficients | Sequence[Coefficients], steps: int)
     Raises:
         ValueError: `coefficients` is neither a triple nor a list of triples, or `steps` is negative.
     """
+
     def is_triple(values: object) -> bool:
         return isinstance(values, Sequence) and len(values) == 3 and all(isinstance(v, int | float) for v in values)
 
