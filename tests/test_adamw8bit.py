@@ -727,9 +727,6 @@ def test_the_codebook_of_the_checkpoint_is_honoured() -> None:
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "finer blocks": dict(block_size=64),
-    "coarser blocks": dict(block_size=512),
-    "tiles": dict(block_shape=(32, 32)),
     "fp32": dict(min_8bit_size=100_000),
     "8-bit everywhere": dict(min_8bit_size=0),
 }
@@ -750,20 +747,42 @@ def test_state_of_another_form_is_converted(form: str) -> None:
     """Values stay as near as the new form allows, and the form stays what the optimizer was made with."""
     arguments = FORMS[form]
     maps = dynamic_map(is_signed=True), dynamic_map(is_signed=False)
-    layout = TileLayout(96, 32) if "block_shape" in arguments else FlatLayout(arguments.get("block_size", 256))
     for before, after in run_ranks(2, reformed, arguments):
         old = values_of(before, "square", FlatLayout(256), maps)
         fp32 = [after["square.state1"], after["square.state2"]]
-        new = fp32 if form == "fp32" else values_of(after, "square", layout, maps)
-        exact = form in ("finer blocks", "fp32", "8-bit everywhere")
-        for x, y in zip(old, new, strict=True):
-            # 1.2 % of the scale is half the widest gap of a codebook, and -1 is not in it.
-            assert torch.equal(x, y) if exact else (x - y).abs().max() <= 0.012 * x.abs().max()
+        new = fp32 if form == "fp32" else values_of(after, "square", FlatLayout(256), maps)
+        assert all(torch.equal(x, y) for x, y in zip(old, new, strict=True))
         if form == "8-bit everywhere":
             small = values_of(after, "bias", FlatLayout(256), maps)
             for x, y in zip((before["bias.state1"], before["bias.state2"]), small, strict=True):
+                # 1.2 % of the scale is half the widest gap of a codebook, and -1 is not in it.
                 assert (x - y).abs().max() <= 0.012 * x.abs().max()
         assert after["square.step"] == 4
+
+
+def in_other_blocks(rank: int, world_size: int, mesh: Any, arguments: dict[str, Any]) -> tuple[str, bool]:
+    module, optimizer = made(mesh, torch.float32)
+    run(module, optimizer, rank, world_size, range(4))
+    other, resumed = made(mesh, torch.float32, **arguments)
+    before = everything(other, resumed)
+    with pytest.raises(ValueError) as error:
+        resumed.load_state_dict(optimizer.state_dict())
+    after = everything(other, resumed)
+    return str(error.value), all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (dict(block_size=64), "block_size is 256 in the checkpoint and 64 here"),
+        (dict(block_size=512), "block_size is 256 in the checkpoint and 512 here"),
+        (dict(block_shape=(32, 32)), "block_shape is None in the checkpoint and (32, 32) here"),
+    ],
+    ids=["finer", "coarser", "tiles"],
+)
+def test_state_in_other_blocks_is_refused_with_both_values(arguments: dict[str, Any], text: str) -> None:
+    for message, is_unchanged in run_ranks(2, in_other_blocks, arguments):
+        assert "'tall'" in message and text in message and is_unchanged
 
 
 def from_adamw(rank: int, world_size: int, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

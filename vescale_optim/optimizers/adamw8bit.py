@@ -162,10 +162,13 @@ class ShardedAdamW8bit(ShardedOptimizer):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def adapt_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take state of `bitsandbytes.optim.AdamW8bit` and `torch.optim.AdamW` as well, and of other block sizes.
+        """Take state of `bitsandbytes.optim.AdamW8bit` and `torch.optim.AdamW` as well, and fp32 state for 8-bit and back.
 
         The form of the state stays that of this optimizer. Codes in the same form are copied, bitsandbytes' by way of the
-        codebook of the checkpoint; everything else (other blocks, fp32 moments) is converted, parameter by parameter.
+        codebook of the checkpoint; its other blocks and fp32 moments are converted, parameter by parameter.
+
+        Raises:
+            ValueError: state of one of our optimizers in other blocks, with both values.
         """
         return converted_state_dict(state_dict, self.param_groups, self._layouts())
 

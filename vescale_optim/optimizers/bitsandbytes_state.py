@@ -28,6 +28,7 @@ from vescale_optim.optimizers.quantize import (
     quantize_,
 )
 from vescale_optim.optimizers.rule import Group
+from vescale_optim.optimizers.state import other_meaning
 
 Layouts = Mapping[Tensor, QuantizationLayout | None]
 """How the moments of every managed parameter are quantised; None for fp32."""
@@ -47,7 +48,7 @@ def converted_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Group],
     """`state_dict` with state in the form of `layouts`; where the parameters do not match in number, as it is.
 
     Raises:
-        ValueError: state of no known form, by parameter name.
+        ValueError: state of no known form, or quantised in other blocks by one of our optimizers, by parameter name.
     """
     saved_groups = state_dict["param_groups"]
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
@@ -56,6 +57,7 @@ def converted_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Group],
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         for key, name, param in zip(saved["params"], names_of(group, number), group["params"], strict=True):
             if key in entries and param in layouts:
+                _check_blocks(entries[key], saved, group, name, param.shape, layouts[param])
                 entries[key] = _converted(entries[key], saved, name, param.shape, layouts[param])
         kept = {name: value for name, value in saved.items() if name not in BITSANDBYTES_GROUP}
         if saved.get("algorithm") == "adamw":
@@ -94,6 +96,18 @@ def exported_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Group], 
         kept = {name: said[name] for name in ("lr", "betas", "eps", "weight_decay")}
         exported_groups.append({**kept, **BITSANDBYTES_GROUP, "params": list(packed["params"])})
     return {"state": state, "param_groups": exported_groups}
+
+
+def _check_blocks(
+    entry: Mapping[str, Any], saved: Group, group: Group, name: str, shape: torch.Size, wanted: QuantizationLayout | None
+) -> None:
+    """Refuse our own state in other blocks, which would be rounded anew; other forms are asked for by who loads them."""
+    if wanted is None or "absmax1" not in entry or "block_size" not in saved:
+        return
+    if quantization_layout(shape, saved["block_size"], saved.get("block_shape")) != wanted:
+        keys = ("block_shape", "block_size")
+        changed = next(key for key in keys if saved.get(key) != group[key])
+        raise other_meaning(name, shape, changed, saved.get(changed), group[changed])
 
 
 def _converted(

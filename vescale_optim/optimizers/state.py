@@ -25,16 +25,16 @@ def check_rule(name: str, shape: torch.Size, rule: Rule, group: Group, saved: Gr
     """
     for key in ("algorithm", "rule_version"):
         if saved.get(key, group[key]) != group[key]:
-            raise _difference(name, shape, key, saved[key], group[key])
+            raise other_meaning(name, shape, key, saved[key], group[key])
     options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
     here = _meaning(rule, shape, group)
     if _meaning(rule, shape, {**group, **options}) != here:
         for key, value in options.items():
             if key in group and _meaning(rule, shape, {**group, key: value}) != here:
-                raise _difference(name, shape, key, value, group[key])
+                raise other_meaning(name, shape, key, value, group[key])
         changed = {key for key, value in options.items() if key in group and value != group[key]}
         both = ({key: values[key] for key in sorted(changed)} for values in (options, group))
-        raise _difference(name, shape, "the group", *both)
+        raise other_meaning(name, shape, "the group", *both)
 
 
 def _meaning(rule: Rule, shape: torch.Size, group: Group) -> object:
@@ -45,7 +45,8 @@ def _meaning(rule: Rule, shape: torch.Size, group: Group) -> object:
         return None
 
 
-def _difference(name: str, shape: torch.Size, key: str, saved: object, here: object) -> ValueError:
+def other_meaning(name: str, shape: torch.Size, key: str, saved: object, here: object) -> ValueError:
+    """The error for state of one parameter that was saved with another value of the option `key`."""
     return ValueError(
         f"parameter '{name}' of shape {tuple(shape)}: {key} is {saved!r} in the checkpoint and {here!r} here, so its "
         f"state means something else; construct the optimizer with {saved!r}, or start it without this state"
