@@ -338,7 +338,7 @@ def new_group_over(
     are brought to the same number while the group is made.
     """
     names = dist.distributed_c10d._world.pg_names
-    device = "cpu" if "gloo" in dist.get_backend(along[0]) else torch.cuda.current_device()
+    device = torch.cuda.current_device() if dist.get_backend(along[0]) == "nccl" else "cpu"
     most = torch.tensor(len(names), device=device)
     for group in along:
         dist.all_reduce(most, ReduceOp.MAX, group=group)

@@ -279,10 +279,12 @@ class DTensorStorage:
 
     def _exchange_device(self, members: Sequence[int]) -> torch.device:
         """Where the process groups communicate: with CPU offload, not where the parameters are."""
-        device = self.parameters[members[0]].param.device
-        if device.type == self.mesh.device_type:
+        device, kind = self.parameters[members[0]].param.device, self.mesh.device_type
+        if kind == "cpu":
+            return torch.device(kind)
+        if kind == device.type:
             return device
-        return torch.device(self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device())
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def _needs_master(self, dtype: torch.dtype) -> bool:
         # A master copy is wider than the parameter: fp32 beside fp64 parameters would lose their bits.

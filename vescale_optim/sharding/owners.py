@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.exchange import OwnedRun
@@ -85,22 +86,34 @@ def _holders(
     blocks: Blocks, region_of: Callable[[int], tuple[Part, ...]], grid: GridShape, loads: Sequence[float]
 ) -> tuple[OwnedUnits, ...] | None:
     """The columns that hold the units whole, the rows of each sharing them; None where some unit is cut."""
+    held = whole_units_of_columns(blocks, region_of, grid.num_columns)
+    if held is None:
+        return None
     owned: list[OwnedUnits] = []
-    extents = []
-    for column in range(grid.num_columns):
+    for column, units in held:
+        rows = sorted(range(grid.num_rows), key=lambda row: (grid.rank_at[row][column]))
+        owned += _balanced(blocks, 1.0, [(row, column) for row in rows], grid, loads, units)
+    return tuple(owned)
+
+
+@lru_cache(maxsize=1024)
+def whole_units_of_columns(
+    blocks: Blocks, region_of: Callable[[int], tuple[Part, ...]], num_columns: int
+) -> tuple[tuple[int, range], ...] | None:
+    """(column, its units) in the order of units, where every column holds whole units; None as soon as one does not."""
+    held = []
+    for column in range(num_columns):
         extent = flat_extent(blocks.shape, region_of(column))
         if extent is None:
             return None
-        if extent[0] < extent[1]:
-            extents.append((*extent, column))
-    for start, end, column in sorted(extents):
-        first = blocks.unit_at(start)
-        last = blocks.unit_at(end - 1)
+        start, end = extent
+        if start == end:
+            continue
+        first, last = blocks.unit_at(start), blocks.unit_at(end - 1)
         if blocks.unit_start(first) != start or blocks.unit_start(last + 1) != end:
             return None
-        rows = sorted(range(grid.num_rows), key=lambda row: (grid.rank_at[row][column]))
-        owned += _balanced(blocks, 1.0, [(row, column) for row in rows], grid, loads, range(first, last + 1))
-    return tuple(owned)
+        held.append((column, range(first, last + 1)))
+    return tuple(sorted(held, key=lambda entry: entry[1].start))
 
 
 def _balanced(
