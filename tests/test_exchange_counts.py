@@ -151,6 +151,16 @@ def test_a_small_budget_makes_several_buckets_stays_within_it_and_changes_nothin
         assert differences(found, expected) == {}
 
 
+def test_buckets_whose_owners_are_all_in_one_row_gather_in_the_order_of_the_others() -> None:
+    """One matrix in a bucket: one row exchanges nothing for it, and the gathers of the rows must not cross."""
+    shapes = {f"matrix{index}": (64, 64) for index in range(7)}
+    large = run_ranks(4, step, "hsdp", shapes, 256)
+    small = run_ranks(4, step, "hsdp", shapes, 0.01)
+    for (_, _, one, expected), (_, _, several, found) in zip(large, small, strict=True):
+        assert (one, several) == (1, 7)
+        assert differences(found, expected) == {}
+
+
 def test_messages_do_not_grow_with_the_number_of_parameters() -> None:
     few = {f"matrix{index}": (8, 6) for index in range(4)}
     many = {f"matrix{index}": (8, 6) for index in range(40)}

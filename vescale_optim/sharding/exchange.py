@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from vescale_optim.sharding.buffer_pool import BufferPool
-from vescale_optim.sharding.collectives import Pending, all_gather, all_to_all, in_sequence
+from vescale_optim.sharding.collectives import Pending, all_gather, all_to_all, in_sequence, is_host_backend
 from vescale_optim.sharding.packing import Direction, Movement, Traffic, owners_direction, shards_direction
 from vescale_optim.sharding.routes import Grid, OwnedRun, RoutedTensor, Routes, find_routes
 
@@ -160,11 +160,11 @@ class Exchange:
         def gather() -> Pending:
             return all_gather(move.arrivals, direction.section_numels, row_group)
 
-        pending = Pending()
+        pending = Pending(blocks_host=row_group is None or is_host_backend(row_group, self._device))
         if direction.communicates:
             pending = all_to_all(move.send, direction.send_numels, move.received, direction.recv_numels, column_group)
-            pending = in_sequence(pending, gather) if direction.gathers else pending
-        elif direction.gathers:
-            pending = gather()
+        if direction.gathers:
+            # In sequence also where this row exchanges nothing: others do, and all must gather in the same order.
+            pending = in_sequence(pending, gather)
         move.copy_stays(sources)
         return Arrival(pending, move)
