@@ -785,6 +785,23 @@ def test_state_in_other_blocks_is_refused_with_both_values(arguments: dict[str, 
         assert "'tall'" in message and text in message and is_unchanged
 
 
+def codes_as_moments(rank: int, world_size: int, mesh: Any) -> str:
+    """What `dcp.load` does with 8-bit state where the optimizer has fp32 moments: it casts the codes."""
+    module, optimizer = made(mesh, torch.float32)
+    run(module, optimizer, rank, world_size, range(4))
+    _, resumed = made(mesh, torch.float32, min_8bit_size=100_000)
+    saved, own = optimizer.state_dict(), resumed.state_dict()
+    own["param_groups"] = saved["param_groups"]
+    with pytest.raises(ValueError) as error:
+        resumed.load_state_dict(own)
+    return str(error.value)
+
+
+def test_codes_that_were_read_as_moments_are_refused() -> None:
+    for message in run_ranks(2, codes_as_moments):
+        assert "min_8bit_size=" in message and "arrives as torch.float32" in message
+
+
 def from_adamw(rank: int, world_size: int, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     module = parameter_module(parameter_values(CHECKPOINT_SHAPES))
     optimizer = ShardedAdamW(module.named_parameters(), mesh, **HYPERPARAMETERS)

@@ -275,6 +275,11 @@ def fail(rank: int, world_size: int, mesh: Any, fault: str) -> str:
     params = sharded("hsdp", parameter_values(SHAPES))
     covering = mesh_of((2, 2), ("replicate", "shard"))["shard"] if fault == "mesh" else mesh
     try:
+        if fault == "meta":
+            params["wide"] = nn.Parameter(params["wide"].to("meta"))
+        if fault == "other ranks":
+            half = mesh_of((2, 2), ("dp", "tp"))["tp"]
+            ShardedMuon([nn.Parameter(distribute_tensor(torch.ones(8, 8), half, [Shard(0)]))], mesh)
         optimizer = make("muon", params.items(), covering)
         set_gradients(params, "hsdp", gradients()[0])
         if fault == "plain gradient" and rank == 1:
@@ -297,6 +302,8 @@ def fail(rank: int, world_size: int, mesh: Any, fault: str) -> str:
     ("fault", "words"),
     [
         ("mesh", ("'wide'", "(7, 13)", "give a mesh that covers")),
+        ("meta", ("'wide'", "(7, 13)", "is on the meta device", "to_empty")),
+        ("other ranks", ("of 2 ranks", "has 4", "nobody averages its gradients", 'grad_sync="none"')),
         ("plain gradient", ("'wide'", "plain tensor", "give a DTensor", "rank 1 of 4")),
         ("lr", ("'lr': 0.5", "rank 2", "same hyperparameters")),
         ("replaced", ("'wide'", "(7, 13)", "construct the optimizer", "rank 3 of 4")),

@@ -247,6 +247,25 @@ def test_state_with_other_names_is_refused() -> None:
         assert "'wide'" in message and "['momentum_buffer']" in message and "['exp_avg', 'exp_avg_sq']" in message
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon", "soap"])
+def test_names_stay_those_of_the_parameters_that_are_here(kind: str) -> None:
+    """Names of the model that saved, or of parameters that are gone, must not come with its groups."""
+    for names, before in run_ranks(2, load_other_names, kind):
+        assert names == before
+
+
+def load_other_names(rank: int, world_size: int, mesh: Any, kind: str) -> tuple[list[Any], list[Any]]:
+    run, other = Training(kind, "replicated", seed=0), Training(kind, "replicated", seed=0)
+    run.train(range(2))
+    state_dict = run.optimizer.state_dict()
+    for group in state_dict["param_groups"]:
+        group["param_names"] = [f"module.{name}" for name in group["param_names"]] + ["gone"]
+    before = [list(group["param_names"]) for group in other.optimizer.param_groups]
+    other.optimizer.load_state_dict(state_dict)
+    other.train(range(2, 4))
+    return [list(group["param_names"]) for group in other.optimizer.param_groups], before
+
+
 def free_changes(rank: int, world_size: int, mesh: Any) -> tuple[list[float], dict[str, float]]:
     """Hyperparameters travel, as in torch; buckets and owners are nobody's business."""
     run = Training("muon", "replicated", seed=0)

@@ -193,6 +193,38 @@ def test_lr_that_diverges_later_raises_on_every_rank_and_changes_nothing() -> No
         assert is_untouched
 
 
+IN_FLIGHT = {
+    "lr below zero": (dict(lr=-1.0), "lr is -1.0; it must be >= 0"),
+    "lr that is text": (dict(lr="1e-3"), "numbers must be numbers"),
+    "momentum": (dict(momentum=1.5), "momentum is 1.5"),
+    "another algorithm": (dict(algorithm="adamw", betas=(0.9, 0.99)), "have no state ['exp_avg', 'exp_avg_sq']"),
+    "a name too few": (dict(param_names=["wide"]), "parameters and 1 param_names"),
+}
+
+
+def change_in_flight(rank: int, world_size: int, mesh: Any, changes: dict[str, Any]) -> tuple[str, bool]:
+    module, optimizer = make(mesh, adamw_lr=0.01)
+    backward(module.named_parameters(), rank_gradients(SHAPES, world_size, seed=0).of_rank(rank))
+    optimizer.step()
+    before = values_of(module) | {"step": optimizer.state[module["wide"]]["step"].clone()}
+    kept = dict(optimizer.param_groups[0])
+    optimizer.param_groups[0].update(changes)
+    with pytest.raises(ValueError) as error:
+        optimizer.step()
+    after = values_of(module) | {"step": optimizer.state[module["wide"]]["step"]}
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    optimizer.param_groups[0].update(kept)
+    optimizer.step()
+    return str(error.value), unchanged
+
+
+@pytest.mark.parametrize("what", IN_FLIGHT)
+def test_hyperparameters_that_cannot_be_are_refused_in_any_step_before_anything_changes(what: str) -> None:
+    changes, text = IN_FLIGHT[what]
+    for message, unchanged in run_ranks(2, change_in_flight, changes):
+        assert text in message and unchanged
+
+
 def step_with_closure(rank: int, world_size: int, mesh: Any) -> tuple[float, bool]:
     module, optimizer = make(mesh)
     grads = rank_gradients(SHAPES, world_size).of_rank(rank)

@@ -31,6 +31,7 @@ from vescale_optim.optimizers.groups import (
     check_logical,
     check_mesh,
     check_mesh_covers,
+    check_mesh_is_covered,
     check_plain_mesh,
     explain_difference,
     hyperparameters_of,
@@ -216,7 +217,10 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             )
         for name in UNSUPPORTED:
             require(not group.get(name), name, group.get(name), "False: sharded optimizers do not have it")
-        self.check_group(group)
+        try:
+            self.check_group(group)
+        except TypeError as error:
+            raise ValueError(f"hyperparameters {hyperparameters_of(group)}: {error}; numbers must be numbers") from None
 
     def rule_of(self, group: Group) -> Rule:
         """The rule that updates a group: this optimizer, or one of its others."""
@@ -281,6 +285,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         mesh = param.device_mesh
         if mesh not in self._storages:
             check_mesh_covers(self._mesh, mesh, name, param)
+            if options["reduces_gradients"]:
+                check_mesh_is_covered(self._mesh, mesh, name, param)
             self._storages[mesh] = DTensorStorage(
                 mesh,
                 master_dtype=options["master_dtype"],
@@ -415,7 +421,22 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             if agreed[2] != -agreed[3]:
                 storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
         for group in self.param_groups:
+            self._check_hyperparameters(group)
+            self._check_algorithm(group)
             self.rule_of(group).check_step(group, self.state)
+
+    def _check_algorithm(self, group: Group) -> None:
+        """Raise where a group was given another algorithm than the one whose state its parameters have."""
+        param = next((param for param in group["params"] if param in self._homes), None)
+        if param is None:
+            return
+        specs = self.rule_of(group).state_spec(param.shape, group)
+        missing = [spec.name for spec in specs if spec.name not in self.state[param]]
+        if missing:
+            raise ValueError(
+                f"a group has algorithm {group['algorithm']!r} and its parameters have no state {missing}: what decides the "
+                "state of a parameter is read at construction; construct the optimizer with it"
+            )
 
     def _skips_step(self) -> bool:
         """Whether a rule cannot take the gradients (see `Rule.max_gradient`); the same on all ranks."""
@@ -532,8 +553,11 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             self._check_rules(state_dict)
             for key, (name, param) in zip(saved, mine, strict=True):
                 check_state(name, self.state.get(param, {}), state_dict["state"].get(key, {}))
-            # A single-device optimizer's groups say less than ours.
-            merged = [{**old, **new} for old, new in zip(self.param_groups, state_dict["param_groups"], strict=True)]
+            # A single-device optimizer's groups say less than ours; names are those of the parameters that are here.
+            merged = [
+                {**old, **{key: value for key, value in new.items() if key != "param_names"}}
+                for old, new in zip(self.param_groups, state_dict["param_groups"], strict=True)
+            ]
             for group in merged:
                 self._check_hyperparameters(group)
             state_dict = {**state_dict, "param_groups": merged}

@@ -101,12 +101,20 @@ def exported_state_dict(state_dict: Mapping[str, Any], groups: Sequence[Group], 
 def _check_blocks(
     entry: Mapping[str, Any], saved: Group, group: Group, name: str, shape: torch.Size, wanted: QuantizationLayout | None
 ) -> None:
-    """Refuse our own state in other blocks, which would be rounded anew; other forms are asked for by who loads them."""
-    if wanted is None or "absmax1" not in entry or "block_size" not in saved:
+    """Refuse our own state in other blocks, which would be rounded anew, and codes that were read as moments."""
+    if "block_size" not in saved or not isinstance(entry.get("state1"), Tensor):
+        return
+    is_fp32 = saved["bits"] == 32 or shape.numel() < saved["min_8bit_size"]
+    if is_fp32 == (entry["state1"].dtype == torch.uint8):
+        raise ValueError(
+            f"parameter '{name}' of shape {tuple(shape)}: its state was saved with bits={saved['bits']} and min_8bit_size="
+            f"{saved['min_8bit_size']}, and arrives as {entry['state1'].dtype}: dcp.load copied it into state of another "
+            "form; construct the optimizer with the values of the checkpoint, or load a full state dict, which is converted"
+        )
+    if is_fp32 or wanted is None:
         return
     if quantization_layout(shape, saved["block_size"], saved.get("block_shape")) != wanted:
-        keys = ("block_shape", "block_size")
-        changed = next(key for key in keys if saved.get(key) != group[key])
+        changed = next(key for key in ("block_shape", "block_size") if saved.get(key) != group[key])
         raise other_meaning(name, shape, changed, saved.get(changed), group[changed])
 
 

@@ -11,8 +11,18 @@ from vescale_optim.optimizers.rule import Group
 
 
 def names_of(group: Group, number: int) -> list[str]:
-    """Names of the parameters of a group, or their position where they have none."""
-    return group.get("param_names") or [f"groups[{number}][{index}]" for index in range(len(group["params"]))]
+    """Names of the parameters of a group, or their position where they have none.
+
+    Raises:
+        ValueError: as many names as parameters are not there.
+    """
+    names, count = group.get("param_names"), len(group["params"])
+    if names and len(names) != count:
+        raise ValueError(
+            f"groups[{number}] has {count} parameters and {len(names)} param_names; whoever takes a parameter out of a "
+            "group, or puts one in, does the same with its name"
+        )
+    return names or [f"groups[{number}][{index}]" for index in range(count)]
 
 
 def hyperparameters_of(group: Group) -> dict[str, Any]:
@@ -72,6 +82,17 @@ def check_mesh_covers(mesh: DeviceMesh, own: DeviceMesh, name: str, param: Tenso
             f"parameter '{name}' of shape {tuple(param.shape)} is sharded over axes {own.mesh_dim_names} with ranks "
             f"{outside} that the optimizer's mesh, axes {mesh.mesh_dim_names}, does not have; give a mesh that covers the "
             "meshes of all parameters"
+        )
+
+
+def check_mesh_is_covered(mesh: DeviceMesh, own: DeviceMesh, name: str, param: Tensor) -> None:
+    """Raise where nobody averages the gradients of a DTensor parameter over all of the optimizer's ranks."""
+    if own.size() < mesh.size():
+        raise ValueError(
+            f"parameter '{name}' of shape {tuple(param.shape)} lives on axes {own.mesh_dim_names} of {own.size()} ranks, "
+            f"and the optimizer's mesh, axes {mesh.mesh_dim_names}, has {mesh.size()}: over the other ranks nobody averages "
+            "its gradients; shard or replicate it over all axes (fully_shard on the data-parallel ones), give the mesh of "
+            'the parameters, or average gradients yourself and give grad_sync="none"'
         )
 
 

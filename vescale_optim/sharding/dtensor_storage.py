@@ -127,6 +127,7 @@ class DTensorStorage:
         self._grids: dict[tuple[int, ...], Grid] = {}
         self._regions: list[tuple[Part, ...]] = []
         self._dtypes: list[torch.dtype] = []
+        self._devices: list[torch.device] = []
         self._starts: list[int | None] = []
         self._numels: list[int] = []
         self._owned: dict[int, tuple[OwnedUnits, ...]] = {}
@@ -162,6 +163,7 @@ class DTensorStorage:
             self._regions.append(region)
             self._numels.append(sum(part.numel for part in region))
             self._dtypes.append(param.dtype)
+            self._devices.append(param._local_tensor.device)
             extent = flat_extent(param.shape, region)
             self._starts.append(None if extent is None else extent[0])
             if self._needs_master(param.dtype):
@@ -432,13 +434,13 @@ class DTensorStorage:
         for index, managed in enumerate(self.parameters):
             param, grad = managed.param, managed.param.grad
             local, dtype = param._local_tensor, self._dtypes[index]
-            numel = self._numels[index]
+            numel, device = self._numels[index], self._devices[index]
             # Assigning .data changes the dtype of a DTensor, but not its local tensor (torch 2.13).
-            if local.numel() != numel or local.dtype != dtype or param.dtype != dtype:
+            if (local.numel(), local.dtype, param.dtype, local.device) != (numel, dtype, dtype, device):
                 return (
                     f"the local tensor of parameter '{managed.name}' of shape {tuple(param.shape)} was replaced after the "
-                    f"optimizer was made: it had {numel} of {dtype} and has {local.numel()} of {param.dtype}; shard "
-                    "and convert the model first, then construct the optimizer"
+                    f"optimizer was made: it had {numel} of {dtype} on {device} and has {local.numel()} of {param.dtype} on "
+                    f"{local.device}; shard, convert and move the model first, then construct the optimizer"
                 )
             if grad is not None and not isinstance(grad, DTensor):
                 return (

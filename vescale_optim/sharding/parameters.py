@@ -79,6 +79,11 @@ def check_dtensor(managed: ManagedParameter) -> None:
         raise ValueError(f"{where} has dtype {param.dtype}; parameters must be floating point of 16 bits or more")
     if any(placement.is_partial() for placement in param.placements):
         raise ValueError(f"{where} has placements {param.placements}; a parameter must be sharded or replicated, not a sum")
+    if param._local_tensor.is_meta:
+        raise ValueError(
+            f"{where} is on the meta device; materialise the model with to_empty(device=...) and initialise or load it "
+            "first, then construct the optimizer"
+        )
     if not param._local_tensor.is_contiguous():
         raise ValueError(
             f"{where} has a local tensor of strides {param._local_tensor.stride()}; give parameters whose local tensors are "
