@@ -79,7 +79,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             worth a message. Buckets grow further until padding is at most 3 %.
         exchange_mib: at most this many MiB of buffers on each rank while units of DTensor parameters travel to their
             owners and back; a single parameter may need more.
-        broadcast_parameters: compare parameters at construction and take rank 0's where ranks differ.
+        broadcast_parameters: compare plain parameters at construction and take rank 0's where ranks differ; DTensors stay
+            as whoever sharded them made them.
         overlap_forward: `step()` returns while updated parameters still travel, and the first use of each waits. Not
             for models that are compiled or replayed from CUDA graphs, which use parameters without asking torch.
 
