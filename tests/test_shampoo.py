@@ -18,8 +18,10 @@ from tests.support.tiled_training import (
     STEPS,
     assert_equal,
     means,
+    resume_under_other_names,
     state_of,
     train,
+    train_while_groups_come_and_go,
     train_with_bad_gradient,
     values_of,
 )
@@ -191,6 +193,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "momentum": (dict(momentum=0.9), dict(momentum=0.9)),
     "nesterov": (dict(momentum=0.9, nesterov=True), dict(momentum=0.9, nesterov=True)),
     "root_inv_override": (dict(root_inv_override=2), dict(root=2)),
+    "root of 1": (dict(root_inv_override=1), dict(root=1)),
+    "root without grafting": (dict(root_inv_override=2, grafting=None), dict(root=2, grafting=None)),
     "matrix_eps": (dict(matrix_eps=0.1), dict(matrix_eps=0.1)),
     "adamw_lr": (dict(adamw_lr=0.5), dict(adamw=dict(lr=0.5))),
     "adamw_betas": (dict(adamw_betas=(0.1, 0.2)), dict(adamw=dict(betas=(0.1, 0.2)))),
@@ -233,6 +237,7 @@ INVALID = [
     (dict(momentum=1.0), r"momentum is 1.0; it must be in \[0, 1\)"),
     (dict(nesterov=True), r"nesterov is True; it must be False where momentum is 0"),
     (dict(root_inv_override=0), r"root_inv_override is 0; it must be None or > 0"),
+    (dict(root_inv_override=0.5), r"matrix_eps is 1e-06; it must be >= 3.2e-05 where root_inv_override is 0.5"),
     (dict(matrix_eps=0.0), r"matrix_eps is 0.0; it must be in \(0, 1\)"),
     (dict(adamw_betas=(0.9, 1.0)), r"betas is \(0.9, 1.0\); it must be two values in \[0, 1\)"),
 ]
@@ -272,6 +277,53 @@ def test_hyperparameters_that_need_state_cannot_come_later(world_size: int) -> N
     changes = [(dict(momentum=0.9), "momentum_buffer"), (dict(grafting="adam"), "grafting_sq")]
     for values in run_ranks(world_size, raise_later, changes):
         assert not torch.equal(values["w"], parameter_values({"w": (4, 4)})["w"])
+
+
+def train_with_changes(
+    rank: int, world_size: int, mesh: Any, arguments: dict[str, Any], changes: dict[str, Any], scale: float = 1.0
+) -> dict[str, Tensor]:
+    """Train on SMALL with gradients of this scale; the hyperparameters change after four steps."""
+    module = parameter_module(parameter_values(SMALL))
+    optimizer = ShardedShampoo(module.named_parameters(), mesh, bucket_mib=0.02, **{**ARGUMENTS, **arguments})
+    for step in range(STEPS):
+        if step == 4:
+            optimizer.param_groups[0].update(changes)
+        grads = rank_gradients(SMALL, world_size, seed=step).of_rank(rank)
+        backward(module.named_parameters(), {name: grad * scale for name, grad in grads.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(module)
+
+
+@pytest.mark.parametrize("grafting", ["adam", None])
+@pytest.mark.parametrize("name", ["start_preconditioning_step", "precondition_frequency"])
+def test_a_start_moved_into_the_past_computes_roots_at_once(name: str, grafting: str | None) -> None:
+    steps = means(SMALL, 2)
+    reference = Shampoo(parameter_values(SMALL), **{**REFERENCE, "start": 100, "grafting": grafting})
+    after_steps(reference, steps[:4])
+    reference.start, reference.frequency = 2, 2 if name == "precondition_frequency" else 3
+    expected = after_steps(reference, steps[4:])
+    arguments = dict(grafting=grafting, **{name: 100})
+    for values in run_ranks(2, train_with_changes, arguments, {name: 2}):
+        assert_equal(values, expected)
+
+
+@pytest.mark.parametrize("arguments", [dict(), dict(root_inv_override=1), dict(root_inv_override=0.5, matrix_eps=1e-2)])
+def test_with_grafting_the_scale_of_gradients_plays_no_part(arguments: dict[str, Any]) -> None:
+    arguments = dict(matrix_eps=1e-3, grafting_eps=1e-30, adamw_eps=1e-30, start_preconditioning_step=1) | arguments
+    expected = run_ranks(1, train_with_changes, arguments, {})[0]
+    # 1e-12 and 1e9, as powers of two.
+    for scale in (2.0**-40, 2.0**30):
+        (values,) = run_ranks(1, train_with_changes, arguments, {}, scale)
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("grafting", ["adam", "sgd", None])
+def test_zero_gradients_move_nothing_even_without_eps(grafting: str | None) -> None:
+    arguments = dict(eps=0.0, grafting=grafting, start_preconditioning_step=2, weight_decay=0.0, adamw_weight_decay=0.0)
+    (values,) = run_ranks(1, train_with_changes, arguments, {}, 0.0)
+    assert_equal(values, parameter_values(SMALL))
 
 
 # -- how matrices lie in parameters ----------------------------------------------------------------------------------
@@ -377,6 +429,31 @@ def test_an_eigh_that_fails_for_good_on_one_rank_does_not_stop_the_others() -> N
     assert all(value.isfinite().all() for value in results[0][0].values())
 
 
+def train_while_first_eigh_fails(rank: int, world_size: int, mesh: Any) -> dict[str, Tensor]:
+    """No roots are found in step 3, the first one with roots."""
+    original = shampoo.inverse_root
+    shampoo.inverse_root = lambda *args, **options: original(*args, **options) if is_over else None
+    module = parameter_module(parameter_values(SMALL))
+    optimizer = ShardedShampoo(module.named_parameters(), mesh, bucket_mib=0.02, **ARGUMENTS)
+    try:
+        for step in range(STEPS):
+            is_over = step >= 3
+            backward(module.named_parameters(), rank_gradients(SMALL, world_size, seed=step).of_rank(rank))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        shampoo.inverse_root = original
+    return values_of(module)
+
+
+def test_roots_that_were_not_found_in_the_first_step_with_roots_are_computed_in_the_next() -> None:
+    expected = after_steps(Shampoo(parameter_values(SMALL), **{**REFERENCE, "start": 4}), means(SMALL, 2))
+    for values in run_ranks(2, train_while_first_eigh_fails):
+        assert_equal(values, expected)
+
+
 def keep_gradients(rank: int, world_size: int, mesh: Any) -> None:
     module = parameter_module(parameter_values(SMALL))
     optimizer = ShardedShampoo(module.named_parameters(), mesh, **{**ARGUMENTS, "start_preconditioning_step": 1})
@@ -445,3 +522,13 @@ def test_state_of_two_ranks_continues_on_three(small_results: Any) -> None:
     values, state = run_ranks(2, train, ShardedShampoo, ARGUMENTS, SMALL, torch.float32, None, (), 5, True)[0]
     for found in run_ranks(3, continue_from, values, state, range(5, STEPS)):
         assert_equal(found, small_results["default"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_turns_do_not_depend_on_names_or_on_options_edited_since(world_size: int) -> None:
+    run_ranks(world_size, resume_under_other_names, ShardedShampoo, ARGUMENTS, "max_preconditioner_dim")
+
+
+def test_groups_come_and_go() -> None:
+    results = run_ranks(2, train_while_groups_come_and_go, ShardedShampoo, ARGUMENTS)
+    assert_equal(results[0], results[1])

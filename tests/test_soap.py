@@ -19,8 +19,10 @@ from tests.support.tiled_training import (
     STEPS,
     assert_equal,
     means,
+    resume_under_other_names,
     state_of,
     train,
+    train_while_groups_come_and_go,
     train_with_bad_gradient,
     values_of,
 )
@@ -310,3 +312,13 @@ def test_state_of_two_ranks_continues_on_three(small_results: Any) -> None:
     values, state = run_ranks(2, train, ShardedSOAP, ARGUMENTS, SMALL, torch.float32, None, (), 5, True)[0]
     for found in run_ranks(3, continue_from, values, state, range(5, STEPS)):
         assert_equal(found, small_results["default"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_turns_do_not_depend_on_names_or_on_options_edited_since(world_size: int) -> None:
+    run_ranks(world_size, resume_under_other_names, ShardedSOAP, ARGUMENTS, "max_precond_dim")
+
+
+def test_groups_come_and_go() -> None:
+    results = run_ranks(2, train_while_groups_come_and_go, ShardedSOAP, ARGUMENTS)
+    assert_equal(results[0], results[1])

@@ -12,7 +12,7 @@ bits still needs the same arithmetic, so the order in which it is done is stated
     m = m + (1 - b1) (G - m), then m / (1 - b1^t)  lerp; a division
     v = (b2 v) + w G G, elementwise                addcmul(value=w)
     D = m / (sqrt(v / c) + grafting_eps)
-    X = (Q * l^(-1/p)) Q', p-th root in fp64       of F / (1 - b2^t)
+    X = (Q * l^(-1/p)) Q', p-th root in fp64       of F / (1 - b2^t); with grafting times max(l)^(1/p - 1/4)
     P = ((X_L m) X_R) * (|D| / (|X_L m X_R| + eps))
     B = (mu B) + P;   P + mu B  or  B
     p = p (1 - lr wd), then p + (-lr) P            one rounding each to the dtype of the parameter
@@ -148,8 +148,8 @@ class Shampoo(TiledReference):
         beta1, beta2 = self.betas
         for side, matrix in (("left", gradient), ("right", gradient.T)):
             state[side] = with_gram(state[side], matrix, beta2)
-        first_time, takes_turn = step == self.start, step % self.frequency == turn % self.frequency
-        if first_time or (step > self.start and takes_turn):
+        first_time = step == self.start or state["left root"] is None
+        if step >= self.start and (first_time or step % self.frequency == turn % self.frequency):
             for side in ("left", "right"):
                 state[f"{side} root"] = self.inverse_root(state[side] / corrected(beta2, step))
         state["first"] = torch.lerp(state["first"], gradient, 1 - beta1)
@@ -160,7 +160,8 @@ class Shampoo(TiledReference):
         else:
             result = (state["left root"] @ mean) @ state["right root"]
             if self.grafting is not None:
-                result = result * (frobenius(graft) / (frobenius(result) + self.eps))
+                length = frobenius(result) + self.eps
+                result = result * (frobenius(graft) / length) if length > 0 else torch.zeros_like(result)
         if not self.momentum:
             return result
         state["momentum"] = state["momentum"] * self.momentum + result
@@ -179,7 +180,10 @@ class Shampoo(TiledReference):
         eigenvalues = eigenvalues.double().clamp(min=0)
         top = eigenvalues.max()
         lifted = eigenvalues + self.matrix_eps * top if top > 0 else torch.ones_like(eigenvalues)
-        return (vectors * (lifted ** (-1 / self.root)).float()) @ vectors.T
+        powers = lifted ** (-1 / self.root)
+        if self.grafting is not None and top > 0:
+            powers = powers * top ** (1 / self.root - 1 / 4)
+        return (vectors * powers.float()) @ vectors.T
 
     def update(self, param: Tensor, direction: Tensor, step: int) -> None:
         param.mul_(1 - self.lr * self.weight_decay)

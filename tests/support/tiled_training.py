@@ -76,6 +76,55 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), f"{name}: off by {worst}"
 
 
+def resume_under_other_names(
+    rank: int, world_size: int, mesh: Any, kind: type[ShardedOptimizer], arguments: dict[str, Any], size: str
+) -> None:
+    """A run resumed by an optimizer that calls its parameters otherwise, and whose `size` option is edited, continues."""
+
+    def run(module: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            backward(module.named_parameters(), rank_gradients(SMALL, world_size, seed=step).of_rank(rank))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module = parameter_module(parameter_values(SMALL))
+    optimizer = kind([(f"module.{name}", param) for name, param in module.named_parameters()], mesh, **arguments)
+    run(module, optimizer, range(5))
+    state = optimizer.full_state_dict()
+    for named in (True, False):
+        other = parameter_module(values_of(module))
+        resumed = kind(other.named_parameters() if named else other.parameters(), mesh, **arguments)
+        resumed.load_state_dict(state)
+        resumed.param_groups[0][size] = 5
+        run(other, resumed, range(5, STEPS))
+        expected = parameter_module(values_of(module))
+        again = kind(expected.named_parameters(), mesh, **arguments)
+        again.load_state_dict({**state, "param_groups": again.state_dict()["param_groups"]})
+        run(expected, again, range(5, STEPS))
+        assert_equal(values_of(other), values_of(expected))
+
+
+def train_while_groups_come_and_go(
+    rank: int, world_size: int, mesh: Any, kind: type[ShardedOptimizer], arguments: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Unnamed groups, whose position is their name: the first one leaves, then another comes."""
+    shapes = {"first": (9, 9), "second": (12, 7), "third": (6, 11)}
+    module = parameter_module(parameter_values(shapes))
+    first, second, third = module.parameters()
+    optimizer = kind([{"params": [first]}, {"params": [second]}], mesh, **arguments)
+    for step in range(STEPS):
+        if step == 4:
+            del optimizer.param_groups[0]
+            optimizer.add_param_group({"params": [third]})
+            optimizer.zero_grad()
+        trained = ("first", "second") if step < 4 else ("second", "third")
+        grads = rank_gradients(shapes, world_size, seed=step).of_rank(rank)
+        backward(module.named_parameters(), {name: grads[name] for name in trained})
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(module)
+
+
 def train_with_bad_gradient(
     rank: int,
     world_size: int,

@@ -17,8 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.checkpoint.stateful import Stateful
 
-from vescale_optim.checkpoints.contents import METADATA, CheckpointContents, read_contents
+from vescale_optim.checkpoints.contents import METADATA, CheckpointContents, groups_of, read_contents
 from vescale_optim.optimizers.base import ShardedOptimizer
 
 
@@ -28,7 +30,8 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     Give every save a folder of its own: `dcp.save` into an existing one writes over its files before the new ones are
     complete.
     """
-    finished = [entry.parent for entry in Path(folder).glob(f"*/{METADATA}")]
+    # A machine that goes down may leave the name of a file without its bytes.
+    finished = [entry.parent for entry in Path(folder).glob(f"*/{METADATA}") if entry.stat().st_size > 0]
     return max(finished, key=lambda path: ((path / METADATA).stat().st_mtime_ns, path.name), default=None)
 
 
@@ -38,13 +41,15 @@ def check_checkpoint(
     model: nn.Module | None = None,
     optimizer: ShardedOptimizer | None = None,
 ) -> CheckpointContents:
-    """Raise where `dcp.load(state, checkpoint_id=path)` and loading the result would fail; communicates nothing.
+    """Raise where `dcp.load(state, checkpoint_id=path)` and loading the result would fail; changes nothing.
+
+    Communicates nothing, unless `state_dict` of an object in `state` does.
 
     Args:
         path: folder of the checkpoint.
-        state: the state dict to be loaded into.
+        state: the state dict to be loaded into; objects with `state_dict` and `load_state_dict` may be in it, as for DCP.
         model, optimizer: whose state is in it, as `get_optimizer_state_dict(model, optimizer)` gives it; the rules of the
-            optimizer are compared with those of the checkpoint.
+            optimizer are compared with those at the same place in the checkpoint.
 
     Raises:
         ValueError: an unfinished save, a missing or truncated file, an entry that is missing or of another shape or
@@ -52,19 +57,17 @@ def check_checkpoint(
     """
     contents = read_contents(path)
     _check_files(contents)
-    _check_entries(contents, flatten_state_dict(dict(state))[0])
+    # DCP asks only the objects at the top; it pickles those further down.
+    asked = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    wanted = flatten_state_dict(asked)[0]
+    _check_entries(contents, wanted)
     if model is not None and optimizer is not None:
-        groups = contents.groups()
-        for name, param in model.named_parameters():
-            # torch's helpers leave out what torch.compile puts in front of names.
-            saved = groups.get(name.replace("_orig_mod.", ""))
-            if saved is not None:
-                optimizer.check_saved_group(name, param, saved)
+        _check_rules(contents, wanted, model, optimizer)
     return contents
 
 
 def _check_files(contents: CheckpointContents) -> None:
-    for name, end in sorted(contents.file_ends().items()):
+    for name, end in contents.file_ends().items():
         file = contents.path / name
         size = file.stat().st_size if file.is_file() else None
         if size is None or size < end:
@@ -73,7 +76,8 @@ def _check_files(contents: CheckpointContents) -> None:
 
 
 def _check_entries(contents: CheckpointContents, wanted: Mapping[str, Any]) -> None:
-    missing = [name for name in wanted if name not in set(contents.names)]
+    saved_names = set(contents.names)
+    missing = [name for name in wanted if name not in saved_names]
     if missing:
         raise ValueError(
             f"checkpoint {contents.path} has no entry '{missing[0]}', and {len(missing) - 1} more are missing; it was saved "
@@ -91,3 +95,26 @@ def _check_entries(contents: CheckpointContents, wanted: Mapping[str, Any]) -> N
                 f"{expected[0]} here; load it into the same model, blocks and dtypes"
             )
 
+
+def _check_rules(
+    contents: CheckpointContents, wanted: Mapping[str, Any], model: nn.Module, optimizer: ShardedOptimizer
+) -> None:
+    places = groups_of(wanted, wanted.__getitem__)
+    for place, saved in contents.groups().items():
+        here = places.get(place, {})
+        for name, param in model.named_parameters():
+            # Wrappers (DDP, FSDP, torch.compile, checkpoints of activations) change names; torch's helpers save without.
+            for saved_name in _get_fqns(model, name):
+                if saved_name in saved and _is_group_of(optimizer, name, param, here.get(saved_name, {})):
+                    optimizer.check_saved_group(name, param, saved[saved_name])
+
+
+def _is_group_of(optimizer: ShardedOptimizer, name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether a group of the state to be loaded into may be the optimizer's; another model may use the same names."""
+    if "algorithm" not in group:
+        return False
+    try:
+        optimizer.check_saved_group(name, param, group)
+    except ValueError:
+        return False
+    return True

@@ -10,7 +10,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 METADATA = ".metadata"
+# Of one optimizer: the group of each parameter, by the parameter's name.
+Groups = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,17 @@ class CheckpointContents:
     Attributes:
         tensors: by name, as `state_dict` paths joined by dots.
         names: of all entries, tensors and others.
+        num_bytes: of all tensors.
     """
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.path = path
-        self._metadata = metadata
         self._first_chunks = {index.fqn: info for index, info in reversed(metadata.storage_data.items())}
+        # All that is needed of the metadata is computed here, so that damage shows where `read_contents` names the file.
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        self._file_ends = dict(sorted(ends.items()))
         entries = metadata.state_dict_metadata
         self.names = list(entries)
         self.tensors = {
@@ -56,49 +65,72 @@ class CheckpointContents:
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
+        self.num_bytes = sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def file_ends(self) -> dict[str, int]:
         """Bytes that each file must have at least."""
-        ends: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        return ends
+        return dict(self._file_ends)
 
     def read_value(self, name: str) -> Any:
         """An entry that is in one chunk: a number, a list of groups, a tensor that every rank had alike.
 
         Raises:
-            ValueError: it holds more than plain values and tensors, which reading would have to execute.
+            ValueError: it holds more than plain values, numpy's numbers and tensors, which reading would have to execute;
+                or it is damaged.
         """
-        info = self._first_chunks[name]
-        with open(self.path / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            stream = io.BytesIO(file.read(info.length))
         try:
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            info = self._first_chunks[name]
+            with open(self.path / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                stream = io.BytesIO(file.read(info.length))
+            with torch.serialization.safe_globals(_numpy_numbers()):
+                return torch.load(stream, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(f"entry '{name}' of {self.path} is more than plain values: {error}") from None
+        except Exception as error:  # As for the metadata, damage may show as any error.
+            raise ValueError(
+                f"entry '{name}' of {self.path} cannot be read ({error!r}); take an earlier checkpoint"
+            ) from None
 
-    def groups(self) -> dict[str, dict[str, Any]]:
-        """Param group of every parameter of every optimizer, by the parameter's name, without `params`.
+    def groups(self) -> dict[str, Groups]:
+        """Param groups of every optimizer, by its place in the checkpoint: `groups_of`."""
+        return groups_of(self.names, self.read_value)
 
-        A list of groups is one entry, or, where a hyperparameter is a tensor, one entry for each value of each group; with
-        `flatten_optimizer_state_dict=True` it is one for each hyperparameter of each parameter.
-        """
-        whole: list[dict[str, Any]] = []
-        split: dict[tuple[str, str], dict[str, Any]] = {}
-        for name in self.names:
-            head, separator, rest = f".{name}".partition(".param_groups")
-            if separator and not rest:
-                whole += self.read_value(name)
-            elif rest.startswith("."):
-                owner, _, key = rest[1:].rpartition(".")
-                split.setdefault((head, owner), {})[key] = self.read_value(name)
-        found = {owner: group for (_, owner), group in split.items() if "params" not in group}
-        for group in [*whole, *(group for group in split.values() if "params" in group)]:
-            said = {key: value for key, value in group.items() if key != "params"}
-            found.update(dict.fromkeys(group["params"], said))
-        return found
+
+def groups_of(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, Groups]:
+    """Param group of every parameter of every optimizer, without `params`.
+
+    A list of groups is one entry, or, where a hyperparameter is a tensor, one entry for each value of each group; with
+    `flatten_optimizer_state_dict=True` it is one for each hyperparameter of each parameter.
+
+    Args:
+        names: of all entries of a flattened state dict.
+        read: gives the value of an entry.
+
+    Returns:
+        By the optimizer's place, such as "optimizer" or "generator.optimizer", and then by the parameter's name: two models
+        may use the same names.
+    """
+    lists: list[tuple[str, dict[str, Any]]] = []
+    split: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in names:
+        head, separator, rest = f".{name}".partition(".param_groups")
+        place = head.removeprefix(".")
+        if separator and not rest:
+            lists += [(place, group) for group in read(name)]
+        elif rest.startswith("."):
+            owner, _, key = rest[1:].rpartition(".")
+            split.setdefault((place, owner), {})[key] = read(name)
+    found: dict[str, Groups] = {}
+    for (place, owner), group in split.items():
+        if "params" in group:
+            lists.append((place, group))
+        else:
+            found.setdefault(place, {})[owner] = group
+    for place, group in lists:
+        said = {key: value for key, value in group.items() if key != "params"}
+        found.setdefault(place, {}).update(dict.fromkeys(group["params"], said))
+    return found
 
 
 def read_contents(path: str | Path) -> CheckpointContents:
@@ -111,8 +143,20 @@ def read_contents(path: str | Path) -> CheckpointContents:
     if not (path / METADATA).is_file():
         raise ValueError(f"{path} has no file {METADATA}: no checkpoint, or its save did not finish; take an earlier one")
     try:
-        metadata = FileSystemReader(path).read_metadata()
-    except (EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path / METADATA} cannot be read ({error}); take an earlier checkpoint") from None
-    return CheckpointContents(path, metadata)
+        return CheckpointContents(path, FileSystemReader(path).read_metadata())
+    except Exception as error:  # One flipped bit makes other classes, attributes or sizes of a pickle: any error may follow.
+        raise ValueError(f"{path / METADATA} cannot be read ({error!r}); take an earlier checkpoint") from None
 
+
+@cache
+def _numpy_numbers() -> list[Any]:
+    """What unpickling a number of numpy calls, for `safe_globals`; schedulers that compute with numpy leave such a lr."""
+    try:
+        import numpy
+    except ImportError:
+        return []
+    scalar = numpy.float64(0).__reduce__()[0]
+    # numpy 2 renamed the module, and a checkpoint may be of either.
+    scalars = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    codes = "?" + numpy.typecodes["AllInteger"] + numpy.typecodes["AllFloat"]
+    return [*scalars, numpy.dtype, *{type(numpy.dtype(code)) for code in codes}]

@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from vescale_optim.capacity.amounts import format_bytes
-from vescale_optim.checkpoints.contents import CheckpointContents, SavedTensor
+from vescale_optim.checkpoints.contents import CheckpointContents, Groups, SavedTensor
 
 # Hyperparameters that say which mathematics the state belongs to come first; the rest follows as it was saved.
 RULE = ("algorithm", "rule_version")
@@ -23,7 +21,7 @@ def render(contents: CheckpointContents, most: int | None = None) -> str:
         most: lines of the table of tensors; None for all.
     """
     tensors = list(contents.tensors.values())
-    size, files = format_bytes(sum(tensor.num_bytes for tensor in tensors)), contents.file_ends()
+    size, files = format_bytes(contents.num_bytes), contents.file_ends()
     lines = [
         f"{contents.path}: {len(tensors):,} tensors, {size} in {len(files)} files, "
         f"{len(contents.names) - len(tensors):,} other entries",
@@ -43,6 +41,7 @@ def render(contents: CheckpointContents, most: int | None = None) -> str:
 
 def as_json(contents: CheckpointContents) -> dict[str, Any]:
     """All of it as plain values; sizes in bytes, `chunks` the shapes of the boxes that ranks wrote."""
+    found = contents.groups()
     return {
         "path": str(contents.path),
         "files": contents.file_ends(),
@@ -56,31 +55,48 @@ def as_json(contents: CheckpointContents) -> dict[str, Any]:
             for name, tensor in contents.tensors.items()
         },
         "groups": {
-            name: {key: _plain(value) for key, value in group.items() if key not in NOT_SHOWN}
-            for name, group in contents.groups().items()
+            place: {
+                name: {key: _plain(value) for key, value in group.items() if key not in NOT_SHOWN}
+                for name, group in groups.items()
+            }
+            for place, groups in found.items()
         },
-        "steps": steps(contents),
+        "steps": steps(contents, found),
     }
 
 
-def steps(contents: CheckpointContents) -> dict[str, int]:
-    """Steps that each parameter has made, by its name."""
-    found = {}
-    for name, tensor in contents.tensors.items():
-        if name.endswith(".step") and ".state." in f".{name}" and tensor.shape == ():
-            found[f".{name}".partition(".state.")[2].removesuffix(".step")] = int(contents.read_value(name))
-    return found
+def steps(contents: CheckpointContents, found: Mapping[str, Groups]) -> dict[str, dict[str, int]]:
+    """Steps that each parameter has made, by the place of its optimizer and by its name, as its groups are found."""
+    made: dict[str, dict[str, int]] = {}
+    for place, groups in found.items():
+        entries = {name: f"{place}.state.{name}.step".removeprefix(".") for name in groups}
+        made[place] = {
+            name: int(contents.read_value(entry))
+            for name, entry in entries.items()
+            if entry in contents.tensors and contents.tensors[entry].shape == ()
+        }
+    return made
 
 
 def _rules(contents: CheckpointContents) -> list[str]:
-    """One block of lines for each distinct group: its rule, hyperparameters, and how many parameters and steps."""
+    """The rules of each optimizer, under its place where there are several."""
+    found = contents.groups()
+    if not found:
+        return ["no optimizer state with param groups"]
+    made = steps(contents, found)
+    lines = []
+    for place, groups in found.items():
+        rules = _rules_of(groups, made[place])
+        lines += rules if len(found) == 1 else [f"{place}:", *(f"  {line}" for line in rules)]
+    return lines
+
+
+def _rules_of(groups: Groups, made: Mapping[str, int]) -> list[str]:
+    """Two lines for each distinct group: its rule, how many parameters and steps, and its hyperparameters."""
     by_group: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
-    for name, group in contents.groups().items():
+    for name, group in groups.items():
         text = repr(sorted((key, str(_plain(value))) for key, value in group.items() if key not in NOT_SHOWN))
         by_group.setdefault(text, (group, []))[1].append(name)
-    if not by_group:
-        return ["no optimizer state with param groups"]
-    made = steps(contents)
     lines = []
     for group, names in by_group.values():
         rule = group.get("algorithm", "unknown rule")
@@ -114,4 +130,5 @@ def _chunks(tensor: SavedTensor) -> str:
 
 
 def _plain(value: object) -> object:
-    return value.tolist() if isinstance(value, Tensor) else value
+    """Tensors and numpy's numbers as python's."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -423,8 +423,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
         for group in self.param_groups:
             self._check_hyperparameters(group)
-            self._check_algorithm(group)
             self.rule_of(group).check_step(group, self.state)
+            self._check_algorithm(group)
 
     def _check_algorithm(self, group: Group) -> None:
         """Raise where a group was given another algorithm than the one whose state its parameters have."""

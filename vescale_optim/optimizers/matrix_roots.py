@@ -16,7 +16,7 @@ EIGH_FLOPS = 20.0
 QR_FLOPS = 10.0
 
 
-def inverse_root(matrices: Tensor, root: float, *, relative_eps: float) -> Tensor | None:
+def inverse_root(matrices: Tensor, root: float, *, relative_eps: float, scale_root: float | None = None) -> Tensor | None:
     """A^(-1/root), with small eigenvalues lifted by a fraction of the largest one.
 
         A = Q diag(l) Q^T     ->     Q diag((max(l, 0) + relative_eps * max(l))^(-1/root)) Q^T
@@ -27,6 +27,7 @@ def inverse_root(matrices: Tensor, root: float, *, relative_eps: float) -> Tenso
         matrices: symmetric, fp32 or wider; never written to.
         root: p of the p-th root, > 0.
         relative_eps: > 0; it bounds the condition of the result by relative_eps^(-1/root).
+        scale_root: let c A have c^(-1/scale_root) times the result of A, whatever `root` is; None for `root`.
 
     Returns:
         Fresh memory; the identity for a zero matrix; None where no eigenvalues could be found.
@@ -37,8 +38,10 @@ def inverse_root(matrices: Tensor, root: float, *, relative_eps: float) -> Tenso
     values, vectors = decomposition
     values = values.double().clamp(min=0)
     largest = values[..., -1:]
-    lifted = torch.where(largest > 0, values + relative_eps * largest, 1.0)
-    return (vectors * lifted.pow(-1 / root).to(vectors.dtype)[..., None, :]) @ vectors.mT
+    lifted = torch.where(largest > 0, values + relative_eps * largest, 1.0).pow(-1 / root)
+    if scale_root is not None:
+        lifted *= torch.where(largest > 0, largest, 1.0).pow(1 / root - 1 / scale_root)
+    return (vectors * lifted.to(vectors.dtype)[..., None, :]) @ vectors.mT
 
 
 def eigenbasis(matrices: Tensor) -> Tensor | None:

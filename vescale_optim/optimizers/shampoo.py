@@ -5,7 +5,8 @@ Source: Gupta et al., "Shampoo" (arXiv 1802.09568), in the form of Anil et al. (
 
     L <- b2 L + (1 - b2) G G^T          R <- b2 R + (1 - b2) G^T G          (plain sums where b2 = 1)
     M <- b1 M + (1 - b1) G              m = M / (1 - b1^t)
-    X_L = (L / (1 - b2^t))^(-1/4)       X_R alike; recomputed every `precondition_frequency` steps
+    X_L = (L / (1 - b2^t))^(-1/4)       X_R alike; recomputed every `precondition_frequency` steps; with another root and
+                                        grafting still times c^(-1/4) where L grows to c L: the length is grafted anyway
     D = m / (sqrt(v) + grafting_eps)    the direction whose length is grafted; v depends on `grafting`
     P = X_L m X_R * |D| / (|X_L m X_R| + eps)               before `start_preconditioning_step`: P = D
     p <- p (1 - lr wd) - lr P                               with momentum: B <- mu B + P in the place of P
@@ -35,6 +36,7 @@ from vescale_optim.optimizers.tiles import (
     add_grams,
     batches_of,
     each,
+    has_values,
     is_positive_int,
     moment_state,
     pair_state,
@@ -51,6 +53,10 @@ Grafting = Literal["adam", "rmsprop", "adagrad", "sgd"]
 SCALED_GRAFTINGS = ("adam", "rmsprop", "adagrad")
 # State of one matrix per side of a tile.
 PAIRS = ("factors", "roots")
+# The root of both sides with which an update has no unit: it neither grows nor shrinks with the gradients.
+UNIT_ROOT = 4
+# Largest condition of a root whose products on both sides of a moment have norms in fp32, squares of 1e38 at most.
+MAX_CONDITION = 1e9
 
 
 class ShardedShampoo(TiledOptimizer):
@@ -74,14 +80,14 @@ class ShardedShampoo(TiledOptimizer):
         precondition_frequency: steps between two computations of the roots of a tile. The tiles of all parameters take
             turns, shape by shape (`turns_of`): the one of turn t is due when step % frequency == t % frequency.
         start_preconditioning_step: first step with roots, computed for all tiles; -1 for `precondition_frequency`. Before
-            it the grafted direction is the update.
+            it, and as long as a tile has no roots, the grafted direction is the update.
         grafting: whose step length each tile takes over: "adam" (bias-corrected), "rmsprop" (not), "adagrad" (sum of
             squares), "sgd" (norm of the first moment), or None for Shampoo's own.
         grafting_eps: added to the root of grafting's second moment.
         momentum: of the preconditioned direction, in [0, 1).
         nesterov: look ahead by one step of it; needs momentum > 0.
         root_inv_override: p of the inverse p-th roots; None for twice the number of dimensions, 4.
-        matrix_eps: lift of small eigenvalues, relative to the largest one of the factor.
+        matrix_eps: lift of small eigenvalues, relative to the largest one of the factor, in [1e-9^p, 1).
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of the AdamW groups.
         options: keywords of every sharded optimizer, see `ShardedOptimizer`.
 
@@ -154,6 +160,9 @@ class ShardedShampoo(TiledOptimizer):
         require(is_nesterov, "nesterov", group["nesterov"], "False where momentum is 0")
         require(root is None or root > 0, "root_inv_override", root, "None or > 0")
         require(0 < group["matrix_eps"] < 1, "matrix_eps", group["matrix_eps"], "in (0, 1)")
+        smallest = MAX_CONDITION ** -(root or UNIT_ROOT)
+        allowed = f">= {smallest:.1e} where root_inv_override is {root}, or products of roots overflow"
+        require(group["matrix_eps"] >= smallest, "matrix_eps", group["matrix_eps"], allowed)
 
     def check_step(self, group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
         needed = moment_names(group)
@@ -185,8 +194,11 @@ class ShardedShampoo(TiledOptimizer):
     def compute(self, units: list[Units], group: Group) -> list[Tensor]:
         directions = [torch.empty_like(entry.values) for entry in units]
         tiles = tiles_of(units, directions, self.turns(units), PAIRS, moment_names(group))
-        for batch in batches_of(tiles, lambda tile: (tile.step, is_due(tile.turn, tile.step, group))):
-            precondition(batch, group)
+        have_roots = have_both([tile.pairs["roots"] for tile in tiles])
+        for has_roots in (True, False):
+            same = [tile for tile, has in zip(tiles, have_roots, strict=True) if has == has_roots]
+            for batch in batches_of(same, lambda tile: (tile.step, is_due(tile.turn, tile.step, group))):
+                precondition(batch, group, has_roots=has_roots)
         return directions
 
     def apply(self, shards: Shards, directions: list[Tensor], group: Group) -> None:
@@ -215,39 +227,55 @@ def is_due(turn: int, step: int, group: Group) -> bool:
     return step == start or (step > start and step % frequency == turn % frequency)
 
 
-def precondition(batch: Sequence[Tile], group: Group) -> None:
+def have_both(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Whether both roots were ever computed: state starts as zeros, and a root is positive definite, its corner too."""
+    flags = has_values([root[:1, :1] for pair in pairs for root in pair])
+    return [left and right for left, right in zip(flags[::2], flags[1::2], strict=True)]
+
+
+def precondition(batch: Sequence[Tile], group: Group, *, has_roots: bool) -> None:
     """One step of tiles of one shape: update their state and fill their directions."""
     beta1, beta2 = group["betas"]
     step = batch[0].step
+    uses_roots = step >= start_of(group)
     gradients = stacked([tile.gradient for tile in batch])
     add_grams(batch, gradients, beta2)
-    if is_due(batch[0].turn, step, group):
-        compute_roots(batch, bias_correction(beta2, step), group)
+    # Without roots no tile waits for its turn: a start moved into the past, or eigenvalues that were not found.
+    if is_due(batch[0].turn, step, group) or (uses_roots and not has_roots):
+        has_roots = compute_roots(batch, bias_correction(beta2, step), group) or has_roots
     moments = [tile.moments["exp_avg"] for tile in batch]
     torch._foreach_lerp_(moments, each(gradients), 1 - beta1)
     moment = stacked(moments) / bias_correction(beta1, step)
     update = grafted = grafted_direction(batch, gradients, moment, group)
-    if step >= start_of(group):
+    if uses_roots and has_roots:
         left, right = (stacked([tile.pairs["roots"][side] for tile in batch]) for side in (0, 1))
         update = left @ moment @ right
         if group["grafting"] is not None:
-            update.mul_(norms_of(grafted) / (norms_of(update) + group["eps"]))
+            norms = norms_of(update) + group["eps"]
+            # A zero update stays zero, without eps too.
+            update.mul_(norms_of(grafted) / norms.masked_fill_(norms == 0, 1))
     store([tile.direction for tile in batch], with_momentum(batch, update, group))
 
 
-def compute_roots(batch: Sequence[Tile], correction: float, group: Group) -> None:
-    """Inverse roots of both factors; where there are none, the last ones stay."""
+def compute_roots(batch: Sequence[Tile], correction: float, group: Group) -> bool:
+    """Inverse roots of both factors; where there are none, the last ones stay. Returns whether both were found."""
+    root = group["root_inv_override"] or UNIT_ROOT
+    # Grafting takes no length from the roots; their own, of a small p and small gradients, may lie outside of fp32.
+    scale_root = root if group["grafting"] is None else UNIT_ROOT
+    found = [False, False]
     for side in (0, 1):
         factors = stacked([tile.pairs["factors"][side] for tile in batch]) / correction
-        roots = inverse_root(factors, group["root_inv_override"] or 4, relative_eps=group["matrix_eps"])
+        roots = inverse_root(factors, root, relative_eps=group["matrix_eps"], scale_root=scale_root)
         if roots is not None:
             store([tile.pairs["roots"][side] for tile in batch], roots)
+            found[side] = True
             continue
         warnings.warn(
             f"no eigenvalues were found for a factor of parameter '{batch[0].name}' (tile {batch[0].index}, step "
-            f"{batch[0].step}), in fp64 either; its last root stays in use",
+            f"{batch[0].step}), in fp64 either; its last root stays in use, or the grafted direction where there is none",
             stacklevel=2,
         )
+    return all(found)
 
 
 def grafted_direction(batch: Sequence[Tile], gradients: Tensor, moment: Tensor, group: Group) -> Tensor:

@@ -35,6 +35,7 @@ from vescale_optim.optimizers.tiles import (
     add_grams,
     batches_of,
     each,
+    has_values,
     is_positive_int,
     moment_state,
     pair_state,
@@ -166,11 +167,6 @@ def is_due(turn: int, step: int, group: Group) -> bool:
     """Whether the bases of a tile are refreshed in this step; tiles take turns."""
     frequency = group["precondition_frequency"]
     return (step - 1) % frequency == turn % frequency
-
-
-def has_values(matrices: Sequence[Tensor]) -> list[bool]:
-    """Whether each matrix is not all zero; waits for the device once."""
-    return [norm > 0 for norm in torch.stack(torch._foreach_norm(matrices)).tolist()] if matrices else []
 
 
 def start(tiles: Sequence[Tile], group: Group) -> None:

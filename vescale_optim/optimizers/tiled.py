@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vescale_optim.optimizers.base import ShardedOptimizer
-from vescale_optim.optimizers.groups import names_of
 from vescale_optim.optimizers.rule import Group, Shards, Units
 from vescale_optim.optimizers.tiles import MAX_GRADIENT, turns_of
 from vescale_optim.sharding.blocks import Blocks
@@ -23,9 +22,10 @@ class TiledOptimizer(ShardedOptimizer):
 
     max_gradient = MAX_GRADIENT
 
-    # By name and blocks of a parameter, the turns of its tiles, and the parameters that they were counted over.
-    _turns: MappingProxyType[tuple[str, Blocks], tuple[int, ...]] = MappingProxyType({})
-    _counted: tuple[int, ...] = ()
+    # Blocks of the parameters whose tiles take turns, and by their ids the turns. Every parameter was planned with a
+    # Blocks object of its own, which says which one it is: names and hyperparameters of groups change.
+    _counted: tuple[Blocks, ...] = ()
+    _turns: MappingProxyType[int, tuple[int, ...]] = MappingProxyType({})
 
     def is_fallback(self, shape: Sequence[int], group: Group) -> bool:
         return len(shape) < 2
@@ -38,17 +38,23 @@ class TiledOptimizer(ShardedOptimizer):
 
     def turns(self, units: Sequence[Units]) -> list[tuple[int, ...]]:
         """For each entry the turns of all tiles of its parameter, see `turns_of`."""
-        counted = tuple(map(id, self.state))
-        if counted != self._counted:
-            keys = [
-                (name, self.blocks(param.shape, group))
-                for number, group in enumerate(self.param_groups)
-                if self.rule_of(group) is self
-                for name, param in zip(names_of(group, number), group["params"], strict=True)
-                # All that was ever trained, frozen since or not; the others may be of any shape.
-                if param in self.state
-            ]
-            turns = turns_of([blocks for _, blocks in keys])
-            self._turns = MappingProxyType(dict(zip(keys, turns, strict=True)))
+        return [self._turns[id(entry.blocks)] for entry in units]
+
+    def _update(self) -> None:
+        self._count_turns()
+        super()._update()
+
+    def _count_turns(self) -> None:
+        """Count anew where groups hold other planned parameters than before, frozen or not; the same on all ranks."""
+        homes = [
+            self._homes[param]
+            for group in self.param_groups
+            if self.rule_of(group) is self
+            for param in group["params"]
+            if param in self._homes
+        ]
+        counted = tuple(storage.parameters[index].blocks for storage, index in homes)
+        ids = tuple(map(id, counted))
+        if ids != tuple(self._turns):
             self._counted = counted
-        return [self._turns[entry.name, entry.blocks] for entry in units]
+            self._turns = MappingProxyType(dict(zip(ids, turns_of(counted), strict=True)))

@@ -297,5 +297,10 @@ def add_gram(factors: Tensor, rows: Tensor, decay: float) -> None:
         factors[..., :start, start:stop] = panel[..., :start].mT
 
 
+def has_values(matrices: Sequence[Tensor]) -> list[bool]:
+    """Whether each matrix is not all zero; waits for the device once."""
+    return [norm > 0 for norm in torch.stack(torch._foreach_norm(matrices)).tolist()] if matrices else []
+
+
 def is_positive_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
