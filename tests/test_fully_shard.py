@@ -7,6 +7,7 @@ order than on one device, so values agree to rounding; where gradients are chose
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -85,6 +86,10 @@ class Outside(nn.Module):
 
 def full_values(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().full_tensor() if isinstance(p, RaggedTensor) else p.detach() for n, p in model.named_parameters()}
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, RaggedTensor) else value
 
 
 def train(
@@ -380,7 +385,7 @@ def run_oddities(
     if mesh is not None:
         wrap(model, ["first", "odd", "skipped", "twice"], mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    without = []
+    without, kept = [], []
     for step in range(4):
         torch.manual_seed(step)
         x = torch.randn(4, 8)
@@ -426,6 +431,39 @@ def run_oddities(
             model.twice.weight.grad = None
             model.twice.bias.grad = model.twice.bias.grad * 2
             model(x).backward()
+        elif loop == "gradient taken away":
+            model(x).backward()
+            taken = model.twice.weight.grad
+            before = whole(taken).clone()
+            model.twice.weight.grad = None
+            model(x).backward()
+            assert torch.equal(whole(taken), before)
+        elif loop == "old gradients put back":
+            model(x).backward()
+            taken = [param.grad for param in model.twice.parameters()]
+            before = whole(taken[1]).clone()
+            model.zero_grad()
+            model(x).backward()
+            model.twice.weight.grad = taken[0]
+            model(x).backward()
+            assert torch.equal(whole(taken[1]), before)
+        elif loop == "gradient shared by two modules":
+            model(x).backward()
+            model.first.weight.grad = model.twice.weight.grad
+            model(x).backward()
+            model.first.weight.grad = None
+        elif loop == "penalty of full parameters":
+            penalty = sum(whole(param).square().sum() for param in model.parameters())
+            (model(x) + penalty).backward()
+        elif loop == "penalty of local parts, twice":
+            for _ in range(2):
+                parts = [p.to_local() if isinstance(p, RaggedTensor) else p for p in model.parameters()]
+                (sum(part.square().sum() for part in parts) + model(x)).backward()
+        elif loop == "one rank keeps outputs":
+            kept.append(model.twice(x))
+            if rank > 0:
+                kept.clear()
+            model(x + 1).backward()
         elif loop == "frozen for a while":
             model.first.requires_grad_(step % 2 == 0)
             model(x).backward()
@@ -446,6 +484,12 @@ LOOPS = [
     "stays whole",
     "edited gradients between",
     "frozen for a while",
+    "gradient taken away",
+    "old gradients put back",
+    "one rank keeps outputs",
+    "gradient shared by two modules",
+    "penalty of full parameters",
+    "penalty of local parts, twice",
 ]
 
 
@@ -456,6 +500,86 @@ def test_odd_modules_and_loops_give_what_one_device_gives(loop: str) -> None:
         assert sharded_without == without
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@dataclasses.dataclass
+class Result:
+    values: Tensor
+    aside: Tensor | None = dataclasses.field(init=False, default=None)
+
+
+class Returns(nn.Module):
+    """Returns a view of its parameter, the parameter, and in a dataclass a field and an attribute set after its making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.position = nn.Parameter(torch.linspace(0, 1, 64).view(8, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Result]:
+        result: Any = Result(torch.tanh(self.inner(x)).view(-1, 8))
+        result.aside = self.inner(x)
+        result.more, result.note = result.aside * 2, "kept"
+        return self.position[:4], self.position, result
+
+
+class UsesReturned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = Returns(), Returns(), nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for module in (self.first, self.second):
+            view, position, result = module(x)
+            assert result.note == "kept"
+            x = (result.values + view + result.aside) @ position + result.more
+        return x, self.scale
+
+
+def train_with_returned(rank: int, world_size: int, mesh: DeviceMesh | None) -> tuple[dict[str, Tensor], Tensor]:
+    torch.manual_seed(0)
+    model: Any = UsesReturned()
+    if mesh is not None:
+        wrap(model, ["first", "second"], mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(2):
+        x, scale = model(torch.full((4, 8), step + 1.0))
+        (x * scale).mean().backward()
+        assert float(scale.detach().sum()) <= 16.0
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        x, scale = model(torch.ones(4, 8))
+    return full_values(model), x * scale
+
+
+def test_returned_parameters_and_dataclasses_give_what_one_device_gives() -> None:
+    expected = train_with_returned(0, 1, None)
+    for result in run_ranks(2, train_with_returned):
+        torch.testing.assert_close(result, expected)
+
+
+class KeepsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.inner(x))
+        self.loss = self.head(x.detach()).sum()
+        return y
+
+
+def keep_loss(rank: int, world_size: int, mesh: DeviceMesh) -> None:
+    model = nn.Sequential(KeepsLoss(), KeepsLoss(), nn.Linear(8, 8))
+    wrap(model, ["0", "1", "2"], mesh)
+    y = model(torch.ones(4, 8))
+    with pytest.raises(RuntimeError, match="storage of size 0"):
+        (y.sum() + model[0].loss + model[1].loss).backward()
+
+
+def test_loss_in_an_attribute_raises_rather_than_use_parameters_on_their_way() -> None:
+    run_ranks(2, keep_loss)
 
 
 class Sometimes(nn.Module):
@@ -668,13 +792,16 @@ def test_replicas_start_with_the_same_values() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def bytes_alive() -> int:
-    """Bytes of all tensors' storages, each once."""
+def storages_alive() -> dict[int, torch.UntypedStorage]:
+    """Storages of all tensors, by address."""
     gc.collect()
     tensors = [obj for obj in gc.get_objects() if isinstance(obj, Tensor)]
     tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
-    return sum(storage.nbytes() for storage in storages.values())
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
+
+
+def bytes_alive() -> int:
+    return sum(storage.nbytes() for storage in storages_alive().values())
 
 
 def measure(rank: int, world_size: int, mesh: DeviceMesh) -> None:
@@ -753,13 +880,11 @@ def drop_and_keep_gradients(rank: int, world_size: int, mesh: DeviceMesh) -> Non
     wrap(model, ["0", "1"], mesh)
     x = torch.ones(4, 96)
     model(x).sum().backward()
-    alive, first = bytes_alive(), [param.grad.full_tensor() for param in model.parameters()]
-    del first[1:]
-    shards = sum({storage_of(p.grad).data_ptr(): storage_of(p.grad).nbytes() for p in model.parameters()}.values())
-    assert shards >= 4 * sum(param.numel() for param in model.parameters()) / world_size
+    held = {storage_of(param.grad)._cdata: storage_of(param.grad).nbytes() for param in model.parameters()}
+    assert sum(held.values()) >= 4 * sum(param.numel() for param in model.parameters()) / world_size
+    assert held.keys() <= storages_alive().keys()
     model.zero_grad()
-    assert bytes_alive() - first[0].nbytes == alive - shards
-    del first
+    assert held.keys().isdisjoint(storages_alive())
 
     def backward() -> None:
         model(x).sum().backward()

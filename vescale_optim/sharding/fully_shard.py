@@ -10,6 +10,9 @@ that contains it, and the parameters of one wrapped module travel in one collect
 the optimizer wants (`optimizer=`), so that its step needs no communication, and parameters are views of the buffer that
 the collective fills, so nothing is copied in or out.
 
+A module may return its parameters, of which copies leave, but it may not keep tensors in attributes whose backward starts
+elsewhere than at its outputs: that backward finds no parameters ("storage of size 0"). Return such a loss.
+
 `module.parameters()` are RaggedTensors on the mesh, with RaggedTensor gradients after `loss.backward()`.
 """
 

@@ -28,6 +28,7 @@ from vescale_optim.sharding.collectives import Pending
 from vescale_optim.sharding.dbuffer import DBuffer, view_in_full
 from vescale_optim.sharding.fully_sharded.eager import eager
 from vescale_optim.sharding.fully_sharded.layout import ShardLayout
+from vescale_optim.sharding.fully_sharded.memory import CAN_SWAP
 from vescale_optim.sharding.fully_sharded.slots import ParameterSlot
 from vescale_optim.sharding.ragged import RaggedTensor
 from vescale_optim.sharding.ragged_layout import RaggedShard
@@ -96,6 +97,7 @@ class ShardedGroup:
         self.form = Form.SHARDED
         self.shards = DBuffer(self.plan, self.group, params[0].dtype, device)
         self.whole: DBuffer | None = None
+        self._arriving: DBuffer | None = None
         self._gathering: list[Pending] = []
         self.forget_gradients()
         for index, (slot, param) in enumerate(zip(self.slots, params, strict=True)):
@@ -166,10 +168,11 @@ class ShardedGroup:
                 "to_empty(device=...) and initialise or load its parameters before the first forward"
             )
         with torch.inference_mode(False), torch.no_grad():
-            whole = self.whole or self._make_whole()
-            self.schedule.memory.lend(whole.full)
-            whole.copy_(self.shards)
-            self._gathering = whole.all_gather()
+            if self.whole is None:
+                self._make_whole()
+            self.schedule.memory.lend(self._arriving.full)
+            self._arriving.copy_(self.shards)
+            self._gathering = self._arriving.all_gather()
         self.form = Form.GATHERING
 
     def finish_gather(self) -> None:
@@ -177,6 +180,8 @@ class ShardedGroup:
         if self.form is not Form.GATHERING:
             return
         self._wait_for_gather()
+        if self._arriving is not self.whole:
+            self.schedule.memory.hand_over(self._arriving.full, self.whole.full)
         for index, slot in enumerate(self.slots):
             self._follow_requires_grad(index)
             slot.register(slot.whole)
@@ -187,25 +192,40 @@ class ShardedGroup:
         if self.form is Form.SHARDED:
             return
         self._wait_for_gather()
+        lent = self._arriving
         if self.form is Form.WHOLE:
+            lent = self.whole
             for slot in self.slots:
                 slot.register(slot.sharded)
         self.form = Form.SHARDED
-        self.schedule.memory.reclaim(self.whole.full)
+        self.schedule.memory.reclaim(lent.full)
+
+    def is_over_whole(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the global buffer of the parameters."""
+        return self.whole is not None and tensor.untyped_storage()._cdata == self.whole.full.untyped_storage()._cdata
 
     def _wait_for_gather(self) -> None:
         pending, self._gathering = self._gathering, []
         for handle in pending:
             handle.wait()
 
-    def _make_whole(self) -> DBuffer:
-        """The global buffer, without memory, and the parameters over it; made once, since autograd keeps views of them."""
-        whole = self.whole = DBuffer(self.plan, self.group, self.gathered_dtype, self.shards.device, with_full=True)
+    def _make_whole(self) -> None:
+        """The global buffer, without memory, and the parameters over it; made once, since autograd keeps views of them.
+
+        A gather fills another one, whose memory the first then gets: what reads parameters too early, a backward that
+        fully_shard knows nothing of, finds none and raises, instead of computing with half of them.
+        """
+        self.whole = self._arriving = self._make_global()
         for index, slot in enumerate(self.slots):
             # .data: a version counter of its own. Gathering again is no edit of what forward saved.
-            slot.whole = nn.Parameter(whole.full_view(index, slot.shape).data, requires_grad=False)
-        whole.free_full()
-        return whole
+            slot.whole = nn.Parameter(self.whole.full_view(index, slot.shape).data, requires_grad=False)
+        self.whole.free_full()
+        if CAN_SWAP:
+            self._arriving = self._make_global()
+            self._arriving.free_full()
+
+    def _make_global(self) -> DBuffer:
+        return DBuffer(self.plan, self.group, self.gathered_dtype, self.shards.device, with_full=True)
 
     def _follow_requires_grad(self, index: int) -> None:
         slot = self.slots[index]
@@ -320,37 +340,34 @@ class ShardedGroup:
             self._in_flight = None
 
     def _prepare_gradients(self) -> bool:
-        """Have gradient shards, over what the user kept of the last ones; returns whether the mean is added to them.
+        """Have gradient shards; returns whether the mean is added to what they hold: to all gradients that the user kept.
 
-        A gradient that was put in another's place is copied in; what is missing of those to be added to becomes zero.
+        Otherwise the mean lies apart until `publish` brings it to the gradients, wherever they are by then.
         """
         if self.holds_means:
             return True
-        grads = [slot.sharded.grad for slot in self.slots]
-        kept = [grad._local_tensor for index, grad in enumerate(grads) if self._is_gradient_shard(index, grad)]
-        numel = self.plan.shard_numel(self.shards.rank)
-        if kept:
-            local = kept[0].as_strided((numel,), (1,), 0)
-        else:
-            local = torch.empty(numel, dtype=self.shards.dtype, device=self.shards.device)
-        self.gradients = self.shards.over(local)
-        if all(grad is None for grad in grads):
-            return False
-        for index, grad in enumerate(grads):
-            if grad is None:
-                self.gradients.shard_view(index).zero_()
-            elif not self._is_published(index):
-                ragged = self._ragged(index, self.gradients.shard_view(index))
-                ragged.copy_(grad)
-                self.slots[index].sharded.grad = ragged
-        return True
+        kept = self._kept_shards()
+        self.gradients = self.shards.over(torch.empty_like(self.shards.local) if kept is None else kept)
+        return kept is not None
+
+    def _kept_shards(self) -> Tensor | None:
+        """The buffer of gradient shards in which every parameter has its `.grad` still; None without one.
+
+        Where one gradient is missing, its place is not free: whoever took it may read it still.
+        """
+        places = [index for index in range(len(self.slots)) if self.shards.shard_view(index).numel()]
+        grads = [self.slots[index].sharded.grad for index in places]
+        if not grads or not all(self._is_gradient_shard(index, grad) for index, grad in zip(places, grads, strict=True)):
+            return None
+        if len({grad._local_tensor.untyped_storage().data_ptr() for grad in grads}) > 1:
+            return None
+        return grads[0]._local_tensor.as_strided(self.shards.local.shape, (1,), 0)
 
     def _is_gradient_shard(self, index: int, grad: Tensor | None) -> bool:
         """Whether a gradient lies at its place in a buffer of this plan."""
         local, view = getattr(grad, "_local_tensor", None), self.shards.shard_view(index)
         return (
             isinstance(grad, RaggedTensor)
-            and view.numel() > 0
             and (local.dtype, local.device, local.shape) == (view.dtype, view.device, view.shape)
             and local.storage_offset() == view.storage_offset()
             and local.untyped_storage().nbytes() == view.untyped_storage().nbytes()
@@ -366,10 +383,20 @@ class ShardedGroup:
         return self.gradients.all_reduce_mean(replicas)
 
     def publish(self) -> None:
-        """The mean is complete: `.grad` of every parameter that is `present` becomes its shard."""
+        """The mean is complete: it becomes `.grad` of every parameter that is `present`, or is added to it.
+
+        What is there by now includes what autograd itself left for the sharded parameter, a penalty's gradient say.
+        """
+        are_new = all(slot.sharded.grad is None for slot in self.slots)
         for index, slot in enumerate(self.slots):
-            if self.present[index] and not self._is_published(index):
-                slot.sharded.grad = self._ragged(index, self.gradients.shard_view(index))
+            if not self.present[index] or self._is_published(index):
+                continue
+            mean = self.gradients.shard_view(index)
+            if slot.sharded.grad is not None:
+                slot.sharded.grad.add_(self._ragged(index, mean))
+            else:
+                # A view would keep the whole buffer alive, next to the one in which other gradients lie.
+                slot.sharded.grad = self._ragged(index, mean if are_new else mean.clone())
         self.gradients, self.holds_means = None, False
         self.present = [False] * len(self.slots)
 

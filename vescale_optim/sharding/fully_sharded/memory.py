@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, UntypedStorage
 
-# torch 2.13 has it, 2.11 does not: there, memory is allocated and freed every time.
-_CAN_SWAP = hasattr(UntypedStorage, "_swap_data_ptr_")
+# torch 2.13 has it, 2.11 does not: there, memory is allocated and freed every time, and gathered into in place.
+CAN_SWAP = hasattr(UntypedStorage, "_swap_data_ptr_")
 
 
 class BufferMemory:
@@ -47,17 +47,21 @@ class BufferMemory:
         """Give `buffer`, whose storage has no memory, memory with undefined contents."""
         num_bytes = buffer.numel() * buffer.element_size()
         storage = buffer.untyped_storage()
-        if _CAN_SWAP and num_bytes:
+        if CAN_SWAP and num_bytes:
             storage._swap_data_ptr_(self._take(num_bytes, buffer.device))
         else:
             storage.resize_(num_bytes)
             self.bytes_out += num_bytes
             self.bytes_held += num_bytes
 
+    def hand_over(self, source: Tensor, target: Tensor) -> None:
+        """Give the memory and contents of `source` to `target`, a buffer of its size whose storage has none."""
+        target.untyped_storage()._swap_data_ptr_(source.untyped_storage())
+
     def reclaim(self, buffer: Tensor) -> None:
         """Take the memory of a `lend` back; whatever was launched on it has been waited for."""
         storage = buffer.untyped_storage()
-        if _CAN_SWAP and storage.nbytes():
+        if CAN_SWAP and storage.nbytes():
             empty = UntypedStorage(0, device=buffer.device)
             empty._swap_data_ptr_(storage)
             self._give(empty)

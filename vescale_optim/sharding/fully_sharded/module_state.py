@@ -11,6 +11,7 @@ Modules whose inputs need no gradient have no such end: the end of the whole bac
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,6 +79,7 @@ class ModuleState:
         self._syncs_gradients = True
         self._forwards: list[Call] = []
         self._backwards: set[Call] = set()
+        self._ended: Counter[ForwardPass] = Counter()
         before, after = eager(ModuleState._before_forward), eager(ModuleState._after_forward)
         module.register_forward_pre_hook(partial(before, self), prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(after, self), always_call=True)
@@ -127,7 +129,7 @@ class ModuleState:
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Notice when the gradients of all inputs are there: then the module's backward is through."""
-        call.forward.open_calls[self] = call.forward.open_calls.get(self, 0) + 1
+        call.forward.calls[self] += 1
         inputs = {id(tensor): tensor for tensor in tensors_that_require_grad((args, kwargs))}
         if not inputs:
             return args, kwargs
@@ -147,6 +149,7 @@ class ModuleState:
         call.position = len(call.forward.finished)
         is_outermost = self.schedule.leave_forward(self, call.forward)
         watched = 0
+        output = map_tensors(self._copy_of_parameter, output)
         if torch.is_grad_enabled():
             output, watched = self._watch_outputs(call, output)
         keeps = is_outermost and watched > 0 if self.reshard_after_forward is None else not self.reshard_after_forward
@@ -154,6 +157,11 @@ class ModuleState:
         if not keeps and not is_in_backward():
             self.reshard()
         return cast_floating(output, self.policy.output_dtype)
+
+    def _copy_of_parameter(self, output: Tensor) -> Tensor:
+        """A whole parameter, or a view of one, loses its memory when the module is resharded: its copy leaves instead."""
+        is_lent = output.layout == torch.strided and any(group.is_over_whole(output) for group in self.groups)
+        return output.clone() if is_lent else output
 
     def _watch_outputs(self, call: Call, output: Any) -> tuple[Any, int]:
         """Notice when the gradient of any output is there: then the module's backward begins."""
@@ -197,12 +205,12 @@ class ModuleState:
 
     def _after_backward(self, call: Call) -> None:
         self._backwards.discard(call)
-        call.forward.open_calls[self] -= 1
+        self._ended[call.forward] += 1
         if not self._backwards and self.reshards_after_backward:
             self.reshard()
-        if self.syncs_gradients and not self.schedule.has_open_calls(self, call.forward):
+        if self.syncs_gradients and self._ended[call.forward] >= call.forward.calls[self]:
             for group in self.groups:
-                if group.is_trained and not group.is_launched:
+                if group.is_trained:
                     self.schedule.start_reduce(group)
         if call.preceding is not None and self.schedule.saves_memory:
             call.preceding.start_gather()
@@ -214,6 +222,7 @@ class ModuleState:
         self.drop_unused_gather()
         self.is_touched = False
         self._backwards.clear()
+        self._ended.clear()
         for group in self.groups:
             group.is_launched = False
 

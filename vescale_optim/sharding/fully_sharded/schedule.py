@@ -1,20 +1,21 @@
 """Schedule: what the wrapped modules under one root share.
 
 It remembers the order of the last forward, so that the next module is gathered while one computes; lends memory; counts
-what is still to come of a backward, so that a module's gradients leave as soon as its last call is through; and closes it.
+the calls of a pass, so that a module's gradients leave as soon as the backward of its last one is through; and closes it.
 
     forward     gather 1 | compute 0        gather 2 | compute 1        ...
     backward    gather 1 | compute 2        reduce 2, gather 0 | compute 1        ...      (gloo: gather 1 after compute 2)
     end                                                                  agree who has gradients, publish `.grad`
 
-Every decision to communicate depends on which modules ran, never on which parameters got a gradient on this rank: all ranks
-make the same collectives in the same order, provided they run the same modules.
+Every decision to communicate depends on which modules ran, never on which parameters got a gradient on this rank, nor on
+how long a rank keeps an output: all ranks make the same collectives in the same order, provided they run the same modules.
+So every pass sends its gradients by itself, also where one backward goes through several.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,13 +38,13 @@ class ForwardPass:
 
     Attributes:
         started, finished: modules in the order in which their calls began and ended.
-        open_calls: calls of each module whose backward is still to come.
+        calls: of each module, those that a backward will go through.
     """
 
     def __init__(self) -> None:
         self.started: list[ModuleState] = []
         self.finished: list[ModuleState] = []
-        self.open_calls: dict[ModuleState, int] = {}
+        self.calls: Counter[ModuleState] = Counter()
 
 
 class Schedule:
@@ -62,7 +63,6 @@ class Schedule:
         self.saves_memory = is_host_backend(mesh.get_group(mesh.ndim - 1), torch.device(mesh.device_type))
         # In the order of named_modules(). Weak: modules own their states, and these own the schedule.
         self._states: list[weakref.ref[ModuleState]] = []
-        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._current: ForwardPass | None = None
         self._depth = 0
         self._last_order: list[weakref.ref[ModuleState]] = []
@@ -87,9 +87,6 @@ class Schedule:
                 self.abandon()
         if self._depth == 0:
             self._current = ForwardPass()
-            if not is_in_backward():
-                # A recomputation goes backward at once, by itself: nothing waits for it.
-                self._passes.add(self._current)
         self._depth += 1
         self._current.started.append(state)
         return self._current
@@ -130,10 +127,6 @@ class Schedule:
             self._tasks.append(task)
             queue_callback = torch.autograd.Variable._execution_engine.queue_callback
             queue_callback(partial(_end_backward, weakref.ref(self), task))
-
-    def has_open_calls(self, state: ModuleState, forward: ForwardPass) -> bool:
-        """Whether the backward of another call of the module is still to come."""
-        return any(other.open_calls.get(state, 0) > 0 for other in {forward, *self._passes})
 
     def make_room(self) -> None:
         """Wait for reductions under way, so that few global buffers are alive; one may stay where that costs no overlap."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,10 +31,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _with_new_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-    new = {name: map_tensors(function, part) for name, part in fields.items()}
-    changed = {name: part for name, part in new.items() if part is not fields[name]}
-    return dataclasses.replace(value, **changed) if changed else value
+    """A copy, without a new `__init__`: some attributes are set after it, and some are no fields."""
+    names = [field.name for field in dataclasses.fields(value)] + list(getattr(value, "__dict__", ()))
+    parts = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    new = {name: map_tensors(function, part) for name, part in parts.items()}
+    changed = {name: part for name, part in new.items() if part is not parts[name]}
+    if not changed:
+        return value
+    copied = copy.copy(value)
+    for name, part in changed.items():
+        object.__setattr__(copied, name, part)  # frozen ones too
+    return copied
 
 
 def _refilled(value: dict[Any, Any], new: dict[Any, Any]) -> dict[Any, Any]:
