@@ -37,8 +37,8 @@ from vescale_optim.optimizers.quantize import (
     chunks,
     codebook,
     dequantize_,
+    layout_of,
     layout_of_blocks,
-    quantization_layout,
     quantize_,
 )
 from vescale_optim.optimizers.rule import Group, Shards, StateSpec
@@ -190,13 +190,6 @@ class ShardedAdamW8bit(ShardedOptimizer):
         managed = [managed for storage in self._storages.values() for managed in storage.parameters]
         blocks = {entry.param: entry.blocks for entry in managed}
         return {p: layout_of_blocks(blocks[p]) if "absmax1" in state else None for p, state in self.state.items()}
-
-
-def layout_of(shape: Sequence[int], group: Group) -> QuantizationLayout | None:
-    """How the moments of a parameter of this logical shape are quantised; None for fp32 moments."""
-    if group["bits"] == 32 or torch.Size(shape).numel() < group["min_8bit_size"]:
-        return None
-    return quantization_layout(shape, group["block_size"], group["block_shape"])
 
 
 class Run(NamedTuple):

@@ -24,6 +24,7 @@ from vescale_optim.optimizers.quantize import (
     chunks,
     codebook,
     dequantize_,
+    layout_of,
     quantization_layout,
     quantize_,
 )
@@ -104,18 +105,16 @@ def _check_blocks(
     """Refuse our own state in other blocks, which would be rounded anew, and codes that were read as moments."""
     if "block_size" not in saved or not isinstance(entry.get("state1"), Tensor):
         return
-    is_fp32 = saved["bits"] == 32 or shape.numel() < saved["min_8bit_size"]
-    if is_fp32 == (entry["state1"].dtype == torch.uint8):
+    was = layout_of(shape, saved)
+    if (was is None) == (entry["state1"].dtype == torch.uint8):
         raise ValueError(
             f"parameter '{name}' of shape {tuple(shape)}: its state was saved with bits={saved['bits']} and min_8bit_size="
             f"{saved['min_8bit_size']}, and arrives as {entry['state1'].dtype}: dcp.load copied it into state of another "
             "form; construct the optimizer with the values of the checkpoint, or load a full state dict, which is converted"
         )
-    if is_fp32 or wanted is None:
-        return
-    if quantization_layout(shape, saved["block_size"], saved.get("block_shape")) != wanted:
-        changed = next(key for key in ("block_shape", "block_size") if saved.get(key) != group[key])
-        raise other_meaning(name, shape, changed, saved.get(changed), group[changed])
+    if None not in (was, wanted) and was != wanted:
+        changed = next(key for key in ("block_shape", "block_size") if saved[key] != group[key])
+        raise other_meaning(name, shape, changed, saved[changed], group[changed])
 
 
 def _converted(

@@ -272,14 +272,13 @@ def split_by_step(
     if param.numel() == 0:
         return []
     shape = common_shape(blocks, adjust_lr_fn)
-    holds_units = start is not None and holds_whole_units(blocks, start, start + param.numel())
+    units = None if start is None else blocks.whole_units(start, start + param.numel())
     # A bf16 kernel on CPU rounds the last elements of a tensor otherwise than its vectors: there, matrix by matrix.
-    is_whole = param.device.type != "cpu" or param.dtype != torch.bfloat16 or blocks.num_units == 1 or not holds_units
+    is_whole = param.device.type != "cpu" or param.dtype != torch.bfloat16 or blocks.num_units == 1 or units is None
     if shape is not None and is_whole:
         return [(shape, param, direction)]
-    if holds_units:
-        first, last = blocks.unit_at(start), blocks.unit_at(start + param.numel() - 1)
-        pieces = (blocks.pieces(flat, first, last - first + 1) for flat in (param, direction))
+    if units is not None:
+        pieces = (blocks.pieces(flat, units.start, len(units)) for flat in (param, direction))
         return [
             ((p.size(-2), p.size(-1)), p, d)
             for stacks in zip(*pieces, strict=True)
@@ -290,13 +289,6 @@ def split_by_step(
         for part in region
         for rows_by_columns, cut in cut_along_out(blocks, part)
     ]
-
-
-def holds_whole_units(blocks: Blocks, start: int, end: int) -> bool:
-    """Whether the elements start:end of the flat tensor are whole units."""
-    return blocks.unit_start(blocks.unit_at(start)) == start and (
-        end == blocks.units.numel or blocks.unit_start(blocks.unit_at(end)) == end
-    )
 
 
 def cut_along_out(blocks: Blocks, part: Part) -> list[tuple[tuple[int, int], Part]]:

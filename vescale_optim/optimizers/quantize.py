@@ -17,11 +17,11 @@ codebooks. The search is ours and exact: bitsandbytes' on CPU (0.50) loses every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -232,6 +232,13 @@ def quantization_layout(
     if len(shape) < 2 or min(shape[-2:]) < block_shape[0]:
         return FlatLayout(prod(block_shape))
     return TileLayout(shape[-1], block_shape[0])
+
+
+def layout_of(shape: Sequence[int], group: Mapping[str, Any]) -> QuantizationLayout | None:
+    """How a group has the moments of a parameter of this logical shape quantised; None for fp32 moments."""
+    if group["bits"] == 32 or prod(shape) < group["min_8bit_size"]:
+        return None
+    return quantization_layout(shape, group["block_size"], group["block_shape"])
 
 
 def layout_of_blocks(blocks: Blocks) -> FlatLayout | TileLayout:

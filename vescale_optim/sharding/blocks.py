@@ -222,6 +222,12 @@ class Blocks:
             return bisect_right(self.units.boundaries, element)
         return element // self.units.block
 
+    def whole_units(self, start: int, end: int) -> range | None:
+        """The units that the elements `start` to `end - 1` are, at least one; None where some unit is cut."""
+        first, last = self.unit_at(start), self.unit_at(end - 1)
+        is_whole = self.unit_start(first) == start and self.unit_start(last + 1) == end
+        return range(first, last + 1) if is_whole else None
+
     def piece_shapes(self, unit: int) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of every piece of one unit, in the order of `pieces`."""
         return self.layout.shapes(self.unit_numel(unit))

@@ -109,10 +109,10 @@ def whole_units_of_columns(
         start, end = extent
         if start == end:
             continue
-        first, last = blocks.unit_at(start), blocks.unit_at(end - 1)
-        if blocks.unit_start(first) != start or blocks.unit_start(last + 1) != end:
+        units = blocks.whole_units(start, end)
+        if units is None:
             return None
-        held.append((column, range(first, last + 1)))
+        held.append((column, units))
     return tuple(sorted(held, key=lambda entry: entry[1].start))
 
 
