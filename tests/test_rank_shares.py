@@ -26,7 +26,8 @@ def test_it_reads_as_the_tuple(values: tuple[int, ...], data: st.DataObject) -> 
     start, stop = data.draw(st.integers(-50, 50)), data.draw(st.integers(-50, 50))
     assert shares[start:stop] == values[start:stop]
     assert [shares.before(rank) for rank in range(len(values) + 1)] == [sum(values[:r]) for r in range(len(values) + 1)]
-    assert shares.map(lambda value: 3 * value) == tuple(3 * value for value in values)
+    assert shares.times(3) == tuple(3 * value for value in values)
+    assert shares.times(3).over(3) == shares
     with pytest.raises(IndexError):
         shares[len(values)]
 

@@ -95,19 +95,14 @@ class CutState:
                 f"state of units that the storage cuts must have one size, found {len(set(numels))}; give one number"
             )
 
-        def numel_of(part: range) -> int:
-            return numels * len(part) if isinstance(numels, int) else sum(numels[part.start : part.stop])
-
-        kept = torch.full((numel_of(units.units),), fill, dtype=dtype, device=device)
-        shape = (numel_of(range(entry.num_units)),)
+        kept = torch.full((_numel_of(units.units, numels),), fill, dtype=dtype, device=device)
+        shape = (_numel_of(range(entry.num_units), numels),)
         placements: list[Placement] = [Replicate()] * self._mesh.ndim
         if units.shares is None or entry.axis is None:
             state = DTensor.from_local(kept, self._mesh, placements, run_check=False, shape=shape, stride=(1,))
         else:
-            ends = accumulate(units.shares)
-            shares = [numel_of(range(end - share, end)) for end, share in zip(ends, units.shares, strict=True)]
-            placements[entry.axis] = RaggedShard.from_numels(shape, shares)
-            own = numel_of(units.owned)
+            placements[entry.axis] = RaggedShard.from_numels(shape, _numels_of_shares(units.shares, numels))
+            own = _numel_of(units.owned, numels)
             state = RaggedTensor.from_local(kept[kept.numel() - own :], self._mesh, tuple(placements), shape)
         entry.states.append((state, kept))
         entry.width += numels if isinstance(numels, int) else 0
@@ -175,3 +170,15 @@ class CutState:
             section.copy_(rows[index])
         all_reduce(message, self._group, ReduceOp.MAX)
         return mine
+
+
+def _numel_of(units: range, numels: Sequence[int] | int) -> int:
+    """Elements of consecutive units, of one size or of a size each."""
+    return numels * len(units) if isinstance(numels, int) else sum(numels[units.start : units.stop])
+
+
+def _numels_of_shares(shares: Sequence[int], numels: Sequence[int] | int) -> list[int]:
+    """Elements that each column owns of consecutive units."""
+    if isinstance(numels, int):
+        return [numels * share for share in shares]
+    return [_numel_of(range(end - share, end), numels) for end, share in zip(accumulate(shares), shares, strict=True)]

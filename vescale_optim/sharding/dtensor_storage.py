@@ -214,8 +214,7 @@ class DTensorStorage:
                     f"the ranks of {self.mesh} do not ascend along its axes, so its process groups order them otherwise; "
                     "make the mesh with init_device_mesh"
                 )
-            (place,) = [place for place in shape.places() if shape.rank_at[place[0]][place[1]] == self.rank]
-            self._grids[axes] = Grid(self.mesh, axes, shape, *place)
+            self._grids[axes] = Grid(self.mesh, axes, shape, *shape.places[self.rank])
         return self._grids[axes]
 
     def _plan_exchanges(

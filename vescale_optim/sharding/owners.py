@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.exchange import OwnedRun
@@ -33,10 +33,11 @@ class GridShape:
     def num_columns(self) -> int:
         return len(self.rank_at[0])
 
-    def places(self) -> list[tuple[int, int]]:
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
         """(row, column) of every rank, ascending by rank."""
         pairs = [(row, column) for row in range(self.num_rows) for column in range(self.num_columns)]
-        return sorted(pairs, key=lambda place: self.rank_at[place[0]][place[1]])
+        return tuple(sorted(pairs, key=lambda place: self.rank_at[place[0]][place[1]]))
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def choose_owners(
     kept = _holders(blocks, region_of, grid, loads)
     if kept is not None and (not ascending or _is_ascending(kept, grid)):
         return kept
-    return _balanced(blocks, cost, grid.places(), grid, loads, range(blocks.num_units))
+    return _balanced(blocks, cost, range(len(grid.places)), grid, loads, range(blocks.num_units))
 
 
 def _is_ascending(owned: Sequence[OwnedUnits], grid: GridShape) -> bool:
@@ -91,8 +92,8 @@ def _holders(
         return None
     owned: list[OwnedUnits] = []
     for column, units in held:
-        rows = sorted(range(grid.num_rows), key=lambda row: (grid.rank_at[row][column]))
-        owned += _balanced(blocks, 1.0, [(row, column) for row in rows], grid, loads, units)
+        ranks = sorted(row[column] for row in grid.rank_at)
+        owned += _balanced(blocks, 1.0, ranks, grid, loads, units)
     return tuple(owned)
 
 
@@ -117,36 +118,31 @@ def whole_units_of_columns(
 
 
 def _balanced(
-    blocks: Blocks,
-    cost: float,
-    places: Sequence[tuple[int, int]],
-    grid: GridShape,
-    loads: Sequence[float],
-    units: range,
-) -> list[OwnedUnits] | tuple[OwnedUnits, ...]:
-    """Consecutive units to the `places` in order, so that the loads come out as level as whole units allow."""
-    ranks = [grid.rank_at[row][column] for row, column in places]
+    blocks: Blocks, cost: float, ranks: Sequence[int], grid: GridShape, loads: Sequence[float], units: range
+) -> tuple[OwnedUnits, ...]:
+    """Consecutive units to the `ranks` in order, so that the loads come out as level as whole units allow."""
     if len(units) == 1:
-        row, column = min(places, key=lambda place: loads[grid.rank_at[place[0]][place[1]]])
-        return (OwnedUnits(units[0], 1, row, column),)
-    numel = blocks.unit_start(units[-1] + 1) - blocks.unit_start(units[0])
-    total = cost * numel / max(blocks.units.numel, 1)
-    room = _room_below(_level([loads[rank] for rank in ranks], total), [loads[rank] for rank in ranks])
+        return (OwnedUnits(units[0], 1, *grid.places[min(ranks, key=loads.__getitem__)]),)
+
+    def cost_of(start: int, end: int) -> float:
+        return cost * (blocks.unit_start(end) - blocks.unit_start(start)) / max(blocks.units.numel, 1)
+
+    loads_here = [loads[rank] for rank in ranks]
+    room = _room_below(_level(loads_here, cost_of(units.start, units.stop)), loads_here)
     owned: list[OwnedUnits] = []
-    unit, given, budget = units[0], 0.0, 0.0
-    for number, (row, column) in enumerate(places):
+    unit, given, budget = units.start, 0.0, 0.0
+    share = cost_of(unit, unit + 1)
+    for number, rank in enumerate(ranks):
         budget += room[number]
         first = unit
-        while unit < units[-1] + 1:
-            share = cost * blocks.unit_numel(unit) / max(blocks.units.numel, 1)
-            # A unit goes where more than half of it has room; the last rank takes what is left.
-            if number < len(places) - 1 and given + share / 2 > budget:
-                break
+        # A unit goes where more than half of it has room; the last rank takes what is left.
+        while unit < units.stop and (given + share / 2 <= budget or number == len(ranks) - 1):
             given += share
             unit += 1
+            share = cost_of(unit, unit + 1) if unit < units.stop else 0.0
         if unit > first:
-            owned.append(OwnedUnits(first, unit - first, row, column))
-    return owned
+            owned.append(OwnedUnits(first, unit - first, *grid.places[rank]))
+    return tuple(owned)
 
 
 def _level(loads: Sequence[float], total: float) -> float:

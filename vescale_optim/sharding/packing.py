@@ -13,7 +13,7 @@ No process group here: `exchange` launches what moves the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vescale_optim.sharding.buffer_pool import BufferPool
 from vescale_optim.sharding.regions import Window, matching_windows, packed_window
-from vescale_optim.sharding.routes import Piece, Routes
+from vescale_optim.sharding.routes import Grid, Piece, Routes
 
 # Kernels read units as a whole, and the fast ones want aligned memory: the units of a tensor start where a tensor of its own
 # would start on CPU.
@@ -111,14 +111,14 @@ def owners_direction(routes: Routes) -> Direction:
     """From the shards to the owners of the units."""
     sent = routes.to_peer_owners(routes.grid.row)
     received = routes.from_peer_columns()
-    arrived = list(chain(*received))
+    arrived = list(chain(*received.values()))
     copies = [Copy(stay.tensor, *matching_windows(stay.held, stay.owned)) for stay in routes.stays]
     return Direction(
         communicates=any(routes.moves),
         gathers=False,
-        sent=list(chain(*sent)),
-        send_numels=list(map(_numel, sent)),
-        recv_numels=list(map(_numel, received)),
+        sent=list(chain(*sent.values())),
+        send_numels=_numels_of_columns(sent, routes.grid),
+        recv_numels=_numels_of_columns(received, routes.grid),
         packed_stays=[],
         section_numels=[_numel(arrived)],
         own_section=0,
@@ -136,20 +136,20 @@ def shards_direction(routes: Routes) -> Direction:
     received = routes.to_peer_owners(grid.row)
     if gathers:
         rows = range(grid.num_rows)
-        sections = [[*chain(*routes.to_peer_owners(row)), *routes.to_owner(row, grid.column)] for row in rows]
+        sections = [[*chain(*routes.to_peer_owners(row).values()), *routes.to_owner(row, grid.column)] for row in rows]
         packed_stays = [Piece(stay.tensor, stay.owned.numel, packed_window(stay.owned)) for stay in routes.stays]
         copies = []
     else:
-        sections = [list(chain(*received))]
+        sections = [list(chain(*received.values()))]
         packed_stays = []
         copies = [Copy(stay.tensor, *matching_windows(stay.owned, stay.held)) for stay in routes.stays]
     arrived = list(chain(*sections))
     return Direction(
         communicates=any(routes.moves),
         gathers=gathers,
-        sent=list(chain(*sent)),
-        send_numels=list(map(_numel, sent)),
-        recv_numels=list(map(_numel, received)),
+        sent=list(chain(*sent.values())),
+        send_numels=_numels_of_columns(sent, routes.grid),
+        recv_numels=_numels_of_columns(received, routes.grid),
         packed_stays=packed_stays,
         section_numels=list(map(_numel, sections)),
         own_section=grid.row,
@@ -157,6 +157,14 @@ def shards_direction(routes: Routes) -> Direction:
         copies=copies,
         targets=_place(routes.shard_numels, arrived, copies, align_bytes=1),
     )
+
+
+def _numels_of_columns(pieces: Mapping[int, Sequence[Piece]], grid: Grid) -> list[int]:
+    """Elements for each column, most of them none: a rank talks to few of thousands."""
+    numels = [0] * grid.num_columns
+    for column, of_column in pieces.items():
+        numels[column] = _numel(of_column)
+    return numels
 
 
 def _numel(pieces: Sequence[Piece]) -> int:

@@ -69,7 +69,7 @@ class RaggedShard(Placement):
         if numels.total != math.prod(shape):
             raise ValueError(f"the shares {numels} sum to {numels.total}, but shape {tuple(shape)} has {math.prod(shape)}")
         unit = math.gcd(*numels.held) or 1
-        return cls(tuple(range(len(shape))), numels.map(lambda numel: numel // unit))
+        return cls(tuple(range(len(shape))), numels.over(unit))
 
     def numels(self, shape: Sequence[int]) -> RankShares:
         """Elements each rank holds of a tensor of this shape."""
@@ -80,7 +80,7 @@ class RaggedShard(Placement):
             return RankShares(len(self.local_units), 0, ())
         if num_units == 0 or numel % num_units:
             raise ValueError(f"{self} cuts shape {tuple(shape)}, {numel} elements, into {num_units} units: not whole ones")
-        return self.local_units.map(lambda units: units * (numel // num_units))
+        return self.local_units.times(numel // num_units)
 
     def range(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
         """First element of `rank` and the one after its last, in row-major order of a tensor of this shape."""

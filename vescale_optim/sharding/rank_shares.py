@@ -12,7 +12,7 @@ Reads, compares and hashes as the tuple of all ranks. `BufferPlan.shares`, `Ragg
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -59,9 +59,13 @@ class RankShares(Sequence[int]):
         """The sum over the ranks before `rank`."""
         return sum(self.held[: max(rank - self.first, 0)])
 
-    def map(self, function: Callable[[int], int]) -> RankShares:
-        """`function`, which keeps 0, applied to every number."""
-        return RankShares.from_first(self.num_ranks, self.first, tuple(map(function, self.held)))
+    def times(self, factor: int) -> RankShares:
+        """Every number multiplied by `factor`, which is at least 1."""
+        return RankShares(self.num_ranks, self.first, tuple([share * factor for share in self.held]))
+
+    def over(self, divisor: int) -> RankShares:
+        """Every number divided by `divisor`, which divides all of them."""
+        return RankShares(self.num_ranks, self.first, tuple([share // divisor for share in self.held]))
 
     def __len__(self) -> int:
         return self.num_ranks

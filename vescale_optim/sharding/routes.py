@@ -88,14 +88,14 @@ class Routes:
         """What the owner gets of this rank's shards; the own place included."""
         return self.shard_pieces.get((row, column), [])
 
-    def to_peer_owners(self, row: int) -> list[list[Piece]]:
-        """For each column, what its owner in this row gets of this rank's shards; nothing for this rank's own column."""
-        columns = range(self.grid.num_columns)
-        return [self.to_owner(row, column) if column != self.grid.column else [] for column in columns]
+    def to_peer_owners(self, row: int) -> dict[int, list[Piece]]:
+        """By column, ascending, what its owner in this row gets of this rank's shards; this rank's own column left out."""
+        columns = sorted(column for other, column in self.shard_pieces if other == row and column != self.grid.column)
+        return {column: self.shard_pieces[row, column] for column in columns}
 
-    def from_peer_columns(self) -> list[list[Piece]]:
-        """For each column, where what it holds of this rank's units lies in the owner memories."""
-        return [self.owner_pieces.get(column, []) for column in range(self.grid.num_columns)]
+    def from_peer_columns(self) -> dict[int, list[Piece]]:
+        """By column, ascending, where what it holds of this rank's units lies in the owner memories."""
+        return dict(sorted(self.owner_pieces.items()))
 
     def only(self, present: Sequence[bool]) -> Routes:
         return Routes(
