@@ -459,6 +459,9 @@ def run_oddities(
             for _ in range(2):
                 parts = [p.to_local() if isinstance(p, RaggedTensor) else p for p in model.parameters()]
                 (sum(part.square().sum() for part in parts) + model(x)).backward()
+        elif loop == "penalty of sums over shards":
+            penalty = sum(param.square().sum() + param.abs().mean() for param in model.parameters())
+            (model(x) + penalty).backward()
         elif loop == "one rank keeps outputs":
             kept.append(model.twice(x))
             if rank > 0:
@@ -490,6 +493,7 @@ LOOPS = [
     "gradient shared by two modules",
     "penalty of full parameters",
     "penalty of local parts, twice",
+    "penalty of sums over shards",
 ]
 
 

@@ -120,6 +120,9 @@ def _local_of_other_tensor(func: Any, x: Tensor, layout: RaggedLayout | None) ->
     if x.dim() == 0 or layout is None:
         return x
     if torch._C._current_graph_task_id() != -1:
+        if x.shape == layout.shape and func not in _ADDITIONS:
+            # Backward of a sum or mean: one number made as large as the tensor, here as on every rank.
+            return local_from_full(x, layout)
         raise RuntimeError(
             f"autograd would add a plain gradient to the sharded one of a parameter of shape {tuple(layout.shape)}: its "
             "storage was replaced after the optimizer was made (module.to(dtype) and the like), which drops the hooks; "
@@ -130,6 +133,10 @@ def _local_of_other_tensor(func: Any, x: Tensor, layout: RaggedLayout | None) ->
         "only 0-dim tensors and RaggedTensors of the same layout go together with it. "
         "RaggedTensor.from_replicate(full, mesh, placements) shards a full tensor, .full_tensor() gathers this one"
     )
+
+
+# With which autograd accumulates gradients.
+_ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
 
 
 def _written_into_plain(func: Any, target: Tensor) -> ValueError:
