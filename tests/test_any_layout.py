@@ -230,8 +230,15 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(kind: str) -> None:
 ROUTER = {"router": (6, 10), "norm": (10,)}
 
 
-def step_on_partial(rank: int, world_size: int, mesh: Any, cut: bool, lacking: Sequence[int]) -> dict[str, Tensor]:
-    """Parameters whole on the tp axis, with gradients that are still to be summed over it."""
+def place_of(kind: str, name: str) -> Any:
+    """How a gradient lies on the tp axis, over which its parameter is whole."""
+    return {"partial": Partial(), "whole": Replicate(), "cut": Shard(0 if name == "norm" else 1)}[kind]
+
+
+def step_on_odd(
+    rank: int, world_size: int, mesh: Any, cut: bool, lacking: Sequence[int], kinds: Sequence[str]
+) -> dict[str, Tensor]:
+    """Parameters whole on the tp axis, with gradients that are still to be summed over it, or lie otherwise; by step."""
     grid = mesh_of((2, 2), ("dp", "tp"))
     tp = grid.get_local_rank("tp")
     first = Shard(0) if cut else Replicate()
@@ -241,11 +248,16 @@ def step_on_partial(rank: int, world_size: int, mesh: Any, cut: bool, lacking: S
     }
     optimizer = make("muon", params.items(), world_mesh())
     for step in range(STEPS):
-        parts = rank_gradients(ROUTER, 2, seed=step).of_rank(tp)
+        kind, grads = kinds[step % len(kinds)], rank_gradients(ROUTER, 2, seed=step)
         for name, param in params.items():
-            local = distribute_tensor(parts[name], grid["dp"], [first], src_data_rank=None).to_local()
+            if kind == "partial":
+                part = grads.of_rank(tp)[name]
+                local = distribute_tensor(part, grid["dp"], [first], src_data_rank=None).to_local()
+            else:
+                there = [first, place_of(kind, name)]
+                local = distribute_tensor(2 * grads.mean[name], grid, there, src_data_rank=None).to_local()
             param.grad = DTensor.from_local(
-                local, grid, [first, Partial()], run_check=False, shape=param.shape, stride=param.stride()
+                local, grid, [first, place_of(kind, name)], run_check=False, shape=param.shape, stride=param.stride()
             )
         if rank in lacking:
             params["router"].grad = None
@@ -253,18 +265,24 @@ def step_on_partial(rank: int, world_size: int, mesh: Any, cut: bool, lacking: S
     return whole(params)
 
 
+def odd_gradients(step: int, kind: str, lacks_second: bool) -> dict[str, Tensor]:
+    """What they add up to; of the router without what the second rank of tp holds."""
+    grads = rank_gradients(ROUTER, 2, seed=step)
+    sums = {name: 2 * mean for name, mean in grads.mean.items()}
+    if lacks_second and kind == "partial":
+        sums["router"] = grads.of_rank(0)["router"]
+    elif lacks_second and kind == "cut":
+        sums["router"][:, 5:] = 0
+    return sums
+
+
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("lacking", [(), (1, 3)])
-def test_gradients_that_are_sums_still_to_be_made(cut: bool, lacking: tuple[int, ...]) -> None:
-    grads = [
-        {
-            name: 2 * grads.mean[name] if name == "norm" or not lacking else grads.of_rank(0)[name]
-            for name in ROUTER
-        }
-        for grads in (rank_gradients(ROUTER, 2, seed=step) for step in range(STEPS))
-    ]
+@pytest.mark.parametrize("kinds", [("partial",), ("cut", "partial", "whole")])
+def test_gradients_that_lie_elsewhere(cut: bool, lacking: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+    grads = [odd_gradients(step, kinds[step % len(kinds)], bool(lacking)) for step in range(STEPS)]
     reference = expected("muon", parameter_values(ROUTER), grads)
-    for found in run_ranks(4, step_on_partial, cut, lacking):
+    for found in run_ranks(4, step_on_odd, cut, lacking, kinds):
         assert differences(found, reference) == {}
 
 
@@ -284,6 +302,9 @@ def fail(rank: int, world_size: int, mesh: Any, fault: str) -> str:
         set_gradients(params, "hsdp", gradients()[0])
         if fault == "plain gradient" and rank == 1:
             params["wide"].grad = torch.zeros(params["wide"].shape)
+        if fault == "gradient elsewhere" and rank == 1:
+            wide = params["wide"]
+            wide.grad = DTensor.from_local(torch.ones(wide.shape), wide.device_mesh, [Replicate()] * 2, run_check=False)
         if fault == "lr" and rank == 2:
             optimizer.param_groups[0]["lr"] = 0.5
         if fault == "replaced" and rank == 3:
@@ -305,6 +326,7 @@ def fail(rank: int, world_size: int, mesh: Any, fault: str) -> str:
         ("meta", ("'wide'", "(7, 13)", "is on the meta device", "to_empty")),
         ("other ranks", ("of 2 ranks", "has 4", "nobody averages its gradients", 'grad_sync="none"')),
         ("plain gradient", ("'wide'", "plain tensor", "give a DTensor", "rank 1 of 4")),
+        ("gradient elsewhere", ("'wide'", "(7, 13)", "others on other ranks", "lie alike")),
         ("lr", ("'lr': 0.5", "rank 2", "same hyperparameters")),
         ("replaced", ("'wide'", "(7, 13)", "construct the optimizer", "rank 3 of 4")),
     ],

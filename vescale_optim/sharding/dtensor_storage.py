@@ -27,7 +27,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from vescale_optim.sharding.agreement import Agreement
+from vescale_optim.sharding.agreement import Agreement, fingerprint
 from vescale_optim.sharding.buffer_pool import BufferPool
 from vescale_optim.sharding.collectives import broadcast
 from vescale_optim.sharding.cut_state import CutParameter, CutState
@@ -43,6 +43,9 @@ from vescale_optim.sharding.storage_protocol import Arrived, Transfer
 
 # Buckets that hold buffers at the same time: units arriving, units being computed, directions going back.
 NUM_IN_FLIGHT = 3
+
+# In place of how a gradient lies: there is none, and what that is when the lowest is asked for.
+ABSENT, NEVER = -1, -(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class DTensorStorage:
         self._cut_state = CutState(mesh, mesh_group(mesh))
         self._present: list[bool] = []
         self._gradients: dict[int, Tensor] = {}
-        self._odd_placements: dict[int, tuple[Placement, ...]] = {}
+        self._placements: dict[int, tuple[Placement, ...]] = {}
 
     @property
     def loads(self) -> list[float]:
@@ -407,26 +410,26 @@ class DTensorStorage:
         """
         fault = fault or self._find_fault()
         grads = [managed.param.grad for managed in self.parameters]
-        has = [grad is not None for grad in grads]
-        is_odd = [
-            isinstance(grad, DTensor) and grad.placements != managed.param.placements
-            for grad, managed in zip(grads, self.parameters, strict=True)
-        ]
-        message = [fault is not None, *has, *(not flag for flag in has), *is_odd, *facts]
-        agreed = self.agreement.maximum([int(value) for value in message])
+        absent = [grad is None for grad in grads]
+        marks = [_placement_mark(managed.param) for managed in self.parameters]
+        lowest = [NEVER if mark == ABSENT else -mark for mark in marks]
+        agreed = self.agreement.maximum([int(fault is not None), *map(int, absent), *marks, *lowest, *facts])
         if agreed[0]:
             self.agreement.raise_fault(fault)
         count = len(grads)
-        present, absent, odd = (agreed[1 + part * count : 1 + (part + 1) * count] for part in range(3))
-        self._present = [bool(flag) for flag in present]
-        self._agree_on_placements([index for index in range(count) if odd[index]])
+        absent, marks, lowest = (agreed[1 + part * count : 1 + (part + 1) * count] for part in range(3))
+        self._present = [mark != ABSENT for mark in marks]
+        for index, (mark, negative) in enumerate(zip(marks, lowest, strict=True)):
+            if mark not in (ABSENT, -negative):
+                self.agreement.raise_fault(self._lies_differently(index))
+        self._learn_placements({mark: index for index, mark in enumerate(marks) if mark > 0})
         self._gradients = {}
         for index, grad in enumerate(grads):
-            if odd[index]:
-                grad = self._redistributed(index, grad)
+            if marks[index] > 0:
+                grad = self._redistributed(index, grad, self._placements[marks[index]])
             if grad is not None:
                 self._gradients[index] = _flat_local(grad)
-        self._share_among_replicas([index for index in range(count) if present[index] and absent[index]])
+        self._share_among_replicas([index for index in range(count) if self._present[index] and absent[index]])
         return agreed[1 + 3 * count :]
 
     def _find_fault(self) -> str | None:
@@ -441,34 +444,48 @@ class DTensorStorage:
                     f"optimizer was made: it had {numel} of {dtype} on {device} and has {local.numel()} of {param.dtype} on "
                     f"{local.device}; shard, convert and move the model first, then construct the optimizer"
                 )
-            if grad is not None and not isinstance(grad, DTensor):
+            if grad is not None and not (isinstance(grad, DTensor) and grad.device_mesh == param.device_mesh):
+                kind = f"a DTensor on {grad.device_mesh}" if isinstance(grad, DTensor) else "a plain tensor"
                 return (
-                    f"the gradient of parameter '{managed.name}' is a plain tensor of shape {tuple(grad.shape)}, but the "
-                    f"parameter is a DTensor of placements {param.placements}; give a DTensor on its mesh"
+                    f"the gradient of parameter '{managed.name}' is {kind} of shape {tuple(grad.shape)}, but the parameter "
+                    f"is a DTensor of placements {param.placements} on {param.device_mesh}; give a DTensor on its mesh"
                 )
         return None
 
-    def _agree_on_placements(self, indices: Sequence[int]) -> None:
+    def _lies_differently(self, index: int) -> str | None:
+        managed = self.parameters[index]
+        if managed.param.grad is None:
+            return None
+        return (
+            f"the gradient of parameter '{managed.name}' of shape {tuple(managed.param.shape)} has placements "
+            f"{managed.param.grad.placements} here and others on other ranks; give gradients that lie alike on all ranks"
+        )
+
+    def _learn_placements(self, example: Mapping[int, int]) -> None:
         """Learn how gradients lie that do not lie like their parameters (Partial ones under sequence parallelism).
 
-        Ranks without a gradient need to know it too, to take part with zeros; asked once per parameter.
+        Ranks without a gradient need to know it too, to take part with zeros; asked once for each kind.
+
+        Args:
+            example: for the fingerprint of each kind of placements, a parameter whose gradient lies so.
         """
-        unknown = [index for index in indices if index not in self._odd_placements]
+        unknown = {mark: index for mark, index in example.items() if mark not in self._placements}
         if not unknown:
             return
-        grads = {index: self.parameters[index].param.grad for index in unknown}
-        mine = {index: None if grad is None else tuple(grad.placements) for index, grad in grads.items()}
+        grads = {mark: self.parameters[index].param.grad for mark, index in unknown.items()}
+        mine = {mark: tuple(grad.placements) for mark, grad in grads.items() if grad is not None}
         for others in self.agreement.gather(mine):
-            for index, placements in others.items():
-                if placements is not None:
-                    self._odd_placements.setdefault(index, placements)
+            self._placements.update(others)
 
-    def _redistributed(self, index: int, grad: DTensor | None) -> DTensor:
-        param, placements = self.parameters[index].param, self._odd_placements[index]
+    def _redistributed(self, index: int, grad: DTensor | None, placements: Sequence[Placement]) -> DTensor:
+        param = self.parameters[index].param
         if grad is None:
-            local = torch.zeros_like(param._local_tensor)
+            summands = [Replicate() if placement.is_partial() else placement for placement in placements]
+            zeros = torch.distributed.tensor.zeros(
+                param.shape, dtype=param.dtype, device_mesh=param.device_mesh, placements=summands
+            )
             grad = DTensor.from_local(
-                local, param.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
+                zeros.to_local(), param.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
             )
         return grad.redistribute(placements=param.placements)
 
@@ -576,6 +593,13 @@ class _Exchanged:
 
     def release(self) -> None:
         self._arrival.release()
+
+
+def _placement_mark(param: DTensor) -> int:
+    """How the gradient of a parameter lies, as a number: 0 like the parameter itself."""
+    if not isinstance(param.grad, DTensor):
+        return ABSENT
+    return 0 if param.grad.placements == param.placements else fingerprint(param.grad.placements)
 
 
 def _flat_local(tensor: DTensor) -> Tensor:
