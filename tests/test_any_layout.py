@@ -376,6 +376,30 @@ def offload(rank: int, world_size: int, mesh: Any) -> dict[str, Tensor]:
     return whole(dict(module.named_parameters()))
 
 
+def assign(rank: int, world_size: int, mesh: Any) -> str:
+    module = fully_shard(Sum(parameter_values(SHAPES)), mesh=mesh)
+    optimizer = make("muon", module.named_parameters(), mesh)
+    grads = rank_gradients(SHAPES, world_size, seed=0).of_rank(rank)
+    for _ in range(2):
+        module(grads).backward()
+        module(grads)  # leaves the parameters whole: their module has plain ones then
+        optimizer.step()
+        module.reshard()
+        optimizer.zero_grad()
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    module(grads).backward()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_that_were_replaced_in_their_module_are_named() -> None:
+    for message in run_ranks(2, assign):
+        assert "no longer part of its module" in message and "construct the optimizer afterwards" in message
+
+
 class Sum(Holder):
     """Its loss has the given gradients."""
 

@@ -63,7 +63,8 @@ def test_describe_is_the_same_table_on_every_rank() -> None:
     held = [result[0] for result in results]
     texts = [result[4] for result in results]
     assert texts[0] == texts[1]
-    head, columns, *rows, state, compute = texts[0].splitlines()
+    table, algorithms = texts[0].split("\n\n")
+    head, columns, *rows, state, compute = table.splitlines()
     params = list(TransformerShapes(64, 4).parameters())
     elements = sum(param.numel() for param in params)
     assert head == f"ShardedMuon: {len(params)} parameters, {elements:,} elements, replicated on 2 ranks"
@@ -72,3 +73,8 @@ def test_describe_is_the_same_table_on_every_rank() -> None:
     assert len(rows) == results[0][5]
     assert f"state: {sum(held):,} bytes, busiest rank {max(held):,}" in state
     assert "x mean" in compute
+    matrices = [name for name, param in TransformerShapes(64, 4).named_parameters() if param.ndim == 2]
+    hidden = [name for name in matrices if name.partition(".")[0] not in ("tokens", "positions", "head")]
+    muon, adamw = algorithms.splitlines()
+    assert muon.startswith(f"muon: {len(hidden)} parameters, ") and muon.endswith(f": {', '.join(hidden[:8])}, ...")
+    assert adamw.startswith(f"adamw: {len(params) - len(hidden)} parameters, ") and "tokens.weight" in adamw

@@ -135,9 +135,28 @@ def test_batches_of_tiles_step_like_single_ones() -> None:
 def test_tiles_take_turns() -> None:
     """300 x 50 by 32 are 20 tiles: all at the start, then some in each step."""
     group = dict(precondition_frequency=10, start_preconditioning_step=-1)
-    due = [[is_due(turn, step, group) for turn in range(20)] for step in range(1, 41)]
+    due = [[is_due(turn, step, group, has_roots=step > 10) for turn in range(20)] for step in range(1, 41)]
     assert [sum(flags) for flags in due] == [0] * 9 + [20] + [2] * 30
     assert all(sum(flags[turn] for flags in due[10:20]) == 1 for turn in range(20))
+
+
+def raise_frequency(rank: int, world_size: int, mesh: Any, later: int) -> Tensor:
+    """Parameters after step 11, in which no roots are due at a frequency of 5 either."""
+    param = torch.nn.Parameter(parameter_values({"w": (12, 10)})["w"])
+    optimizer = ShardedShampoo([param], mesh, lr=1e-3, precondition_frequency=5, grafting=None)
+    for step in range(11):
+        optimizer.param_groups[0]["precondition_frequency"] = 5 if step < 10 else later
+        optimizer.zero_grad()
+        (param * rank_gradients({"w": (12, 10)}, 1, seed=step).of_rank(0)["w"] * 1e-3).sum().backward()
+        optimizer.step()
+    return param.detach().clone()
+
+
+@pytest.mark.parametrize("later", [50, 10**6])
+def test_roots_stay_in_use_where_the_frequency_is_raised(later: int) -> None:
+    (expected,) = run_ranks(1, raise_frequency, 5)
+    (found,) = run_ranks(1, raise_frequency, later)
+    assert torch.equal(found, expected)
 
 
 def count_roots(rank: int, world_size: int, mesh: Any, shapes: dict[str, tuple[int, ...]], steps: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from vescale_optim.checkpoints import check_checkpoint, latest_checkpoint
 from vescale_optim.clipping import clip_grad_norm_
-from vescale_optim.optimizers.adamw import ShardedAdamW
+from vescale_optim.optimizers.adamw import ShardedAdamW, adamw_beside
 from vescale_optim.optimizers.adamw8bit import ShardedAdamW8bit
 from vescale_optim.optimizers.base import ShardedOptimizer
 from vescale_optim.optimizers.muon import ShardedMuon
@@ -33,6 +33,7 @@ __all__ = [
     "StateSpec",
     "TensorBlocks",
     "Units",
+    "adamw_beside",
     "check_checkpoint",
     "clip_grad_norm_",
     "fully_shard",

@@ -15,6 +15,9 @@ from vescale_optim.capacity.declared import Declaration, DeclaredTensor
 from vescale_optim.capacity.setting import Setting
 from vescale_optim.capacity.storages import StoragePlan, state_bytes_per_rank
 
+# Name of the row of memory that does not shrink with more ranks.
+BUFFERS = "communication buffers"
+
 
 @dataclass(frozen=True)
 class BytesRow:
@@ -51,7 +54,7 @@ def memory_of(plan: StoragePlan, setting: Setting) -> tuple[BytesRow, ...]:
         _bytes_row("parameters", params, whole),
         _bytes_row("gradients", grads, "shards"),
         _bytes_row("state", state_of_devices, "with the wider copy of the parameters" if has_master else ""),
-        BytesRow("communication buffers", buffers, buffers, note),
+        BytesRow(BUFFERS, buffers, buffers, note),
     ]
     totals = [
         params[device % plan.num_ranks] + grads[device % plan.num_ranks] + state_of_devices[device] + buffers

@@ -5,7 +5,6 @@ Memory and traffic are in `rank_bytes`, other planners in `peers`.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -187,7 +186,7 @@ def _bucket_row(bucket: PlannedBucket) -> BucketRow:
         is_even=plan.is_even,
         padding=plan.padding,
         lower_bound=plan.lower_bound,
-        driver=re.sub(r"tensor (\d+)", lambda found: _name_within(bucket, int(found[1])), plan.driver),
+        driver=plan.driver_by([_name_within(bucket, index) for index in range(len(bucket.tensors))]),
         why=bucket.why,
     )
 

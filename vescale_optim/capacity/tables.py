@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from vescale_optim.capacity.amounts import format_bytes, format_flops
-from vescale_optim.capacity.rank_bytes import BytesRow
+from vescale_optim.capacity.rank_bytes import BUFFERS, BytesRow
 from vescale_optim.capacity.report import BucketRow, CapacityReport, SweepPoint
 
 WIDTH = 100
@@ -32,7 +32,15 @@ def render(report: CapacityReport) -> str:
     lines += ["", *_bytes_table("memory of a rank", report.memory)]
     if report.memory[-1].largest > setting.device_bytes:
         excess = f"{format_bytes(report.memory[-1].largest)} exceed the {format_bytes(setting.device_bytes)} of a device"
-        lines += _wrapped(f"  {excess}; give more --ranks, or a larger --device-gib", "  ")
+        (buffers,) = [row.largest for row in report.memory if row.name == BUFFERS]
+        if buffers > setting.device_bytes:
+            way_out = (
+                f"the {BUFFERS} alone need {format_bytes(buffers)}, on any number of ranks: wrap smaller modules than whole "
+                "layers, or give a larger --device-gib"
+            )
+        else:
+            way_out = "give more --ranks, or a larger --device-gib"
+        lines += _wrapped(f"  {excess}; {way_out}", "  ")
     lines += ["", *_balance(report)]
     lines += ["", *_bytes_table("received by a rank in a step", report.traffic)]
     if report.peers:
@@ -53,7 +61,7 @@ def render_sweep(points: Sequence[SweepPoint]) -> str:
                 *(_percent(point.padding[name]) for name in names),
                 format_bytes(memory["parameters"]),
                 format_bytes(memory["gradients"] + memory["state"]),
-                format_bytes(memory["communication buffers"]),
+                format_bytes(memory[BUFFERS]),
                 f"{point.balance:.2f}",
             )
         )

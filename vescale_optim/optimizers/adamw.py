@@ -84,9 +84,15 @@ def fused_adamw(
 
 
 def adamw_beside(
-    lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float
+    lr: float | Tensor = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
 ) -> dict[str, tuple[Rule, dict[str, Any]]]:
-    """AdamW for what is no matrix, as `others` of a ShardedOptimizer, with the defaults of its groups."""
+    """AdamW beside the main rule, as `others` of a ShardedOptimizer; the arguments are the defaults of its groups.
+
+    It updates groups with `algorithm="adamw"`, and parameters for which the optimizer's `is_fallback` is true.
+    """
     return {"adamw": (AdamWRule(), dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))}
 
 

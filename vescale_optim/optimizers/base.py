@@ -13,7 +13,6 @@ Parameters live in one storage per kind and device mesh (`Storage`): plain ones 
 from __future__ import annotations
 
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_optim.optimizers.caller_warnings import warn_caller
 from vescale_optim.optimizers.declaring import declared_blocks
-from vescale_optim.optimizers.describe import describe_storages
+from vescale_optim.optimizers.describe import describe_algorithms, describe_storages
 from vescale_optim.optimizers.groups import (
     check_logical,
     check_mesh,
@@ -38,8 +38,10 @@ from vescale_optim.optimizers.groups import (
     names_of,
     record_of,
     require,
+    warn_about_misspelt,
 )
 from vescale_optim.optimizers.rule import Group, Rule, StateSpec
+from vescale_optim.optimizers.rule_checks import check_blocks, check_is_rule, check_state_specs
 from vescale_optim.optimizers.state import check_rule, check_state, copy_state, reset_state
 from vescale_optim.optimizers.torch_state import full_state_dict
 from vescale_optim.optimizers.update import BucketUpdate, run
@@ -70,7 +72,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             must lie within it.
         defaults: hyperparameters of a group that does not say otherwise.
         algorithm: name of this rule in `group["algorithm"]`, and so in checkpoints; None for the name of the class.
-        others: further rules by name, with the defaults of their groups.
+        others: further rules by name, each an instance and the defaults of its groups, as `adamw_beside` gives them. Groups
+            choose one with `algorithm=`; the first one gets every parameter for which `is_fallback` is true.
         grad_sync: "reduce_scatter": the optimizer averages gradients over the mesh during backward, and `p.grad` is a
             RaggedTensor afterwards. "none": gradients are already equal on all ranks (DistributedDataParallel).
         master_dtype: torch.float32 keeps a wider copy of low-precision parameters, and state, in that dtype.
@@ -115,8 +118,12 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         require(grad_dtype in floats, "grad_dtype", grad_dtype, "None or a floating dtype of 16 bits or more")
         if isinstance(params, set):
             raise TypeError("params is a set, whose order differs between ranks; give a list")
+        if "lr" not in defaults:
+            raise TypeError(f"the defaults of {type(self).__name__} are {sorted(defaults)}; every rule has an lr")
         self._algorithm = algorithm or type(self).__name__
         self._others = dict(others or {})
+        for name, rule in [(self._algorithm, self), *((name, rule) for name, (rule, _) in self._others.items())]:
+            check_is_rule(name, rule)
         self._options = dict(
             reduces_gradients=grad_sync == "reduce_scatter",
             master_dtype=master_dtype,
@@ -162,19 +169,27 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         try:
             for group in self._split_group(dict(param_group)):
                 super().add_param_group(group)
-                self._check_added(self.param_groups[-1])
+                try:
+                    self._check_added(self.param_groups[-1])
+                except ValueError as error:
+                    if group.get("algorithm") in (None, self._algorithm, param_group.get("algorithm")):
+                        raise
+                    raise ValueError(
+                        f"{error} (in what goes to {group['algorithm']!r} of a group of both; {group['algorithm']}_lr and "
+                        "so on in the group are for that part alone)"
+                    ) from None
         except Exception:
             del self.param_groups[before:]
             raise
 
     def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """One ordinary group per algorithm, each with its own hyperparameters; what the group itself says wins."""
-        if not self._others or isinstance(group["params"], set):
-            return [group]  # torch refuses sets: their order differs between runs
         algorithm = group.get("algorithm")
         if algorithm is not None and algorithm != self._algorithm and algorithm not in self._others:
             names = ", ".join(map(repr, (self._algorithm, *self._others)))
-            raise ValueError(f"a group has algorithm {algorithm!r}; known algorithms are {names}")
+            raise ValueError(f"a group has algorithm {algorithm!r}; {type(self).__name__} knows {names}")
+        if not self._others or isinstance(group["params"], set):
+            return [group]  # torch refuses sets: their order differs between runs
         entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         fallback_name = next(iter(self._others))
         chosen: dict[str, list[Any]] = {}
@@ -201,6 +216,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _check_added(self, group: Group) -> None:
         self._check_hyperparameters(group)
+        warn_about_misspelt(group, {*self.defaults, *chain(*(defaults for _, defaults in self._others.values()))})
         for name, param in zip(names_of(group, len(self.param_groups) - 1), group["params"], strict=True):
             check_logical(name, param)
             if param.requires_grad:
@@ -265,7 +281,6 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             for index, (_, param, _) in enumerate(entries, first):
                 self._homes[param] = storage, index
             self._make_state(storage, [(index, param, group) for index, (_, param, group) in enumerate(entries, first)])
-            storage.remember_references()
 
     def _storage_for(self, name: str, param: Tensor | None) -> Storage:
         """The storage of parameters that live like this one, made where there is none yet."""
@@ -299,13 +314,16 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
     def _declared(self, name: str, param: Tensor, group: Group) -> ManagedParameter:
         """A parameter with what its rule declares about it."""
         rule = self.rule_of(group)
+        blocks = check_blocks(rule, rule.blocks(param.shape, group), name, param.shape)
+        specs = rule.state_spec(param.shape, group)
+        check_state_specs(rule, specs, blocks, name)
         return ManagedParameter(
             name,
             param,
-            rule.blocks(param.shape, group),
+            blocks,
             rule.cost(param.shape, group),
             is_elementwise=rule.is_elementwise,
-            has_unit_state=any(spec.where == "unit" for spec in rule.state_spec(param.shape, group)),
+            has_unit_state=any(spec.where == "unit" for spec in specs),
             wire_dtype=rule.wire_dtype(group),
             num_measured=rule.num_measured(param.shape, group),
         )
@@ -382,10 +400,9 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 loss = closure()
         if not self._is_planned:
             if any(param.grad is not None and not isinstance(param, DTensor) for _, param, _ in self._trainable()):
-                warnings.warn(
+                warn_caller(
                     "this optimizer is a copy that had not planned yet, so gradients were local until now: step() averages "
-                    "them, but clipping before it saw one rank's own; call zero_grad() once after copying",
-                    stacklevel=3,
+                    "them, but clipping before it saw one rank's own; call zero_grad() once after copying"
                 )
             self._manage_parameters()
         else:
@@ -456,10 +473,9 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         (agreed,) = self._agreement().maximum([max(bad, default=0)])
         if agreed:
             storage, index = managed[agreed - 1]
-            warnings.warn(
+            warn_caller(
                 f"the gradient of parameter '{storage.parameters[index].name}' has NaN, infinite or huge entries: "
-                f"all ranks skip this step, parameters and state are untouched (entries may be up to {min(limits):g})",
-                stacklevel=3,
+                f"all ranks skip this step, parameters and state are untouched (entries may be up to {min(limits):g})"
             )
         return agreed > 0
 
@@ -629,7 +645,8 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
     # -- report ------------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """A table: buckets, padding and its cause, bytes of state per rank, the busiest rank."""
+        """Buckets, padding and its cause or what is sent, bytes of state per rank, the busiest rank, who updates what."""
         if self._has_to_plan():
             self._manage_parameters()
-        return describe_storages(type(self).__name__, list(self._storages.values()), self.state)
+        tables = describe_storages(type(self).__name__, list(self._storages.values()), self.state)
+        return "\n\n".join(part for part in (tables, describe_algorithms(self.param_groups)) if part)

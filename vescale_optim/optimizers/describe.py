@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vescale_optim.optimizers.groups import names_of
+from vescale_optim.optimizers.rule import Group
 from vescale_optim.sharding.dtensor_storage import DTensorStorage, ExchangeBucket
 from vescale_optim.sharding.meshes import coordinates
 from vescale_optim.sharding.parameters import ManagedParameter
@@ -20,6 +22,9 @@ from vescale_optim.sharding.storage import ReplicatedStorage
 from vescale_optim.sharding.storage_protocol import Storage
 
 State = Mapping[Tensor, Mapping[str, Any]]
+
+# Parameters of one rule that are named.
+MOST_NAMES = 8
 
 
 def describe_storages(name: str, storages: Iterable[Storage], state: State) -> str:
@@ -37,16 +42,17 @@ def describe_storage(name: str, storage: ReplicatedStorage, state: State) -> str
     rows = [("bucket", "dtype", "tensors", "elements", "shards", "padding", "lower bound", "driver")]
     for number, bucket in enumerate(storage.buckets):
         plan = bucket.plan
+        numel = plan.numel - plan.padding
         rows.append(
             (
                 str(number),
                 str(bucket.params.dtype).removeprefix("torch."),
                 str(len(bucket.members)),
-                f"{plan.numel - plan.padding:,}",
+                f"{numel:,}",
                 f"{len(plan.segments)} x {'equal' if plan.is_even else 'unequal'}",
                 f"{plan.padding_fraction:.2%}",
-                f"{plan.lower_bound:,}",
-                plan.driver or "-",
+                f"{plan.lower_bound / max(numel, 1) - 1:.2%}" if plan.is_even else "-",
+                plan.driver_by([storage.parameters[index].name for index in bucket.members]) or "-",
             )
         )
     lines = [headline(name, storage.parameters, f"replicated on {storage.num_ranks} ranks"), *format_table(rows)]
@@ -87,6 +93,22 @@ def describe_exchange(storage: DTensorStorage, bucket: ExchangeBucket) -> tuple[
         f"{formula * mib:.3f}",
         f"{(to_owners.buffers + to_shards.buffers) * mib:.3f}",
     )
+
+
+def describe_algorithms(groups: Sequence[Group]) -> str:
+    """Which rule updates which parameters, where there are several; the last words are the names of some."""
+    named: dict[str, list[tuple[str, int]]] = {}
+    for number, group in enumerate(groups):
+        sizes = [param.numel() for param in group["params"]]
+        named.setdefault(group["algorithm"], []).extend(zip(names_of(group, number), sizes, strict=True))
+    if len(named) < 2:
+        return ""
+    lines = []
+    for algorithm, entries in named.items():
+        shown = [name for name, _ in entries[:MOST_NAMES]] + ["..."] * (len(entries) > MOST_NAMES)
+        numel = sum(size for _, size in entries)
+        lines.append(f"{algorithm}: {len(entries)} parameters, {numel:,} elements: {', '.join(shown)}")
+    return "\n".join(lines)
 
 
 def headline(name: str, parameters: Sequence[ManagedParameter], where: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_optim.optimizers.caller_warnings import warn_caller
 from vescale_optim.optimizers.rule import Group
 
 
@@ -49,6 +51,14 @@ def explain_difference(expected: str, rank: int, found: str, other: int) -> str:
         f"ranks disagree: rank {rank} has {expected}, rank {other} has {found}; every rank must construct and step the "
         "optimizer with the same parameters, in the same order, and the same hyperparameters"
     )
+
+
+def warn_about_misspelt(group: Group, known: set[str]) -> None:
+    """Warn about keys that a group has beside the known ones and that look like one of them; schedulers add others."""
+    for key in sorted(set(group) - known - {"params", "param_names"}):
+        (alike,) = difflib.get_close_matches(key, known, 1, cutoff=0.85) or [None]
+        if alike is not None:
+            warn_caller(f"a group has the key {key!r}, which nothing reads; the hyperparameter is called {alike!r}")
 
 
 def require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -7,11 +7,12 @@ from shapes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+
+from vescale_optim.optimizers.caller_warnings import warn_caller
 
 
 def muon_param_groups(model: nn.Module, head: str | nn.Module | None = None) -> list[dict[str, Any]]:
@@ -64,10 +65,9 @@ def _warn_about_head(model: nn.Module) -> None:
     name, last = linears[-1]
     is_tied = any(last.weight is embedding.weight for embedding in embeddings)
     if not is_tied and any(last.out_features == embedding.num_embeddings for embedding in embeddings):
-        warnings.warn(
+        warn_caller(
             f"module '{name}' looks like the output head of {type(model).__name__}, and its weight will be "
-            f"orthogonalised; give head='{name}' to update it with AdamW",
-            stacklevel=5,
+            f"orthogonalised; give head='{name}' to update it with AdamW"
         )
 
 
@@ -79,9 +79,8 @@ def warn_about_vocabulary(groups: Sequence[dict[str, Any]]) -> None:
         for index, param in enumerate(group["params"]):
             if param.ndim == 2 and param.size(0) >= 8192 and param.size(0) >= 8 * param.size(1):
                 name = group["param_names"][index] if "param_names" in group else f"groups[{number}][{index}]"
-                warnings.warn(
+                warn_caller(
                     f"parameter '{name}' of shape {tuple(param.shape)} looks like an embedding or output head and will "
-                    "be orthogonalised; give the optimizer the module, or a group with algorithm='adamw'",
-                    stacklevel=4,
+                    "be orthogonalised; give the optimizer the module, or a group with algorithm='adamw'"
                 )
                 return

@@ -40,13 +40,25 @@ class StateSpec:
         dtype: None for the dtype that the rule updates (the parameter's, or `master_dtype`).
         unit_numels: for "unit": elements of every unit's state, in the order of units; one number where all are equal.
         fill: initial value.
+
+    Raises:
+        ValueError: state per unit without `unit_numels`, or state of the parameter's shape with them.
     """
 
     name: str
     where: Literal["parameter", "unit"] = "parameter"
     dtype: torch.dtype | None = None
-    unit_numels: tuple[int, ...] | int = ()
+    unit_numels: tuple[int, ...] | int | None = None
     fill: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.where not in ("parameter", "unit"):
+            raise ValueError(f'state {self.name!r} has where={self.where!r}; give "parameter" or "unit"')
+        if (self.where == "unit") != (self.unit_numels is not None):
+            raise ValueError(
+                f"state {self.name!r} has where={self.where!r} and unit_numels={self.unit_numels}; give unit_numels, the "
+                'elements that each unit keeps, with where="unit" and only there'
+            )
 
 
 @dataclass
@@ -144,11 +156,11 @@ class Rule:
         return None
 
     def prepare(self, shards: Shards, group: Group) -> list[Tensor]:
-        """What the units need, one flat tensor per shard; a fresh tensor, or the gradient itself."""
+        """What the units need, one flat tensor per shard: a fresh tensor, or, by default, the gradient itself."""
         return shards.grads
 
     def compute(self, units: list[Units], group: Group) -> list[Tensor]:
-        """Directions, flat and laid out like `values`, one per entry."""
+        """Directions, flat and laid out like `values`, one fresh tensor per entry; `values` are not to be edited."""
         raise NotImplementedError(f"{type(self).__name__} is element-wise: it has no compute")
 
     def num_measured(self, shape: Sequence[int], group: Group) -> int:

@@ -82,7 +82,8 @@ class ShardedShampoo(TiledOptimizer):
         start_preconditioning_step: first step with roots, computed for all tiles; -1 for `precondition_frequency`. Before
             it, and as long as a tile has no roots, the grafted direction is the update.
         grafting: whose step length each tile takes over: "adam" (bias-corrected), "rmsprop" (not), "adagrad" (sum of
-            squares), "sgd" (norm of the first moment), or None for Shampoo's own.
+            squares), "sgd" (norm of the first moment), or None for Shampoo's own, which follows gradients that suddenly
+            grow only when the roots of a tile are computed next.
         grafting_eps: added to the root of grafting's second moment.
         momentum: of the preconditioned direction, in [0, 1).
         nesterov: look ahead by one step of it; needs momentum > 0.
@@ -197,7 +198,11 @@ class ShardedShampoo(TiledOptimizer):
         have_roots = have_both([tile.pairs["roots"] for tile in tiles])
         for has_roots in (True, False):
             same = [tile for tile, has in zip(tiles, have_roots, strict=True) if has == has_roots]
-            for batch in batches_of(same, lambda tile: (tile.step, is_due(tile.turn, tile.step, group))):
+
+            def kind(tile: Tile, has_roots: bool = has_roots) -> tuple[int, bool]:
+                return tile.step, is_due(tile.turn, tile.step, group, has_roots=has_roots)
+
+            for batch in batches_of(same, kind):
                 precondition(batch, group, has_roots=has_roots)
         return directions
 
@@ -215,16 +220,18 @@ def moment_names(group: Group) -> list[str]:
     return ["exp_avg", *grafting_sq, *(["momentum_buffer"] if group["momentum"] > 0 else [])]
 
 
-def start_of(group: Group) -> int:
-    """First step that uses roots."""
+def uses_roots(step: int, group: Group, *, has_roots: bool) -> bool:
+    """Whether preconditioning has started. By default it does not end again where the frequency is raised later."""
     start = group["start_preconditioning_step"]
-    return group["precondition_frequency"] if start == -1 else start
+    return step >= start if start > 0 else has_roots or step >= group["precondition_frequency"]
 
 
-def is_due(turn: int, step: int, group: Group) -> bool:
-    """Whether the roots of a tile are computed in this step: all in the first one, later the tiles take turns."""
-    frequency, start = group["precondition_frequency"], start_of(group)
-    return step == start or (step > start and step % frequency == turn % frequency)
+def is_due(turn: int, step: int, group: Group, *, has_roots: bool) -> bool:
+    """Whether the roots of a tile are computed in this step: all that are missing, of the others those whose turn it is."""
+    frequency = group["precondition_frequency"]
+    is_first = step == group["start_preconditioning_step"]
+    is_turn = is_first or not has_roots or step % frequency == turn % frequency
+    return is_turn and uses_roots(step, group, has_roots=has_roots)
 
 
 def have_both(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
@@ -237,17 +244,15 @@ def precondition(batch: Sequence[Tile], group: Group, *, has_roots: bool) -> Non
     """One step of tiles of one shape: update their state and fill their directions."""
     beta1, beta2 = group["betas"]
     step = batch[0].step
-    uses_roots = step >= start_of(group)
     gradients = stacked([tile.gradient for tile in batch])
     add_grams(batch, gradients, beta2)
-    # Without roots no tile waits for its turn: a start moved into the past, or eigenvalues that were not found.
-    if is_due(batch[0].turn, step, group) or (uses_roots and not has_roots):
+    if is_due(batch[0].turn, step, group, has_roots=has_roots):
         has_roots = compute_roots(batch, bias_correction(beta2, step), group) or has_roots
     moments = [tile.moments["exp_avg"] for tile in batch]
     torch._foreach_lerp_(moments, each(gradients), 1 - beta1)
     moment = stacked(moments) / bias_correction(beta1, step)
     update = grafted = grafted_direction(batch, gradients, moment, group)
-    if uses_roots and has_roots:
+    if has_roots and uses_roots(step, group, has_roots=has_roots):
         left, right = (stacked([tile.pairs["roots"][side] for tile in batch]) for side in (0, 1))
         update = left @ moment @ right
         if group["grafting"] is not None:

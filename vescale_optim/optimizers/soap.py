@@ -170,7 +170,7 @@ def is_due(turn: int, step: int, group: Group) -> bool:
 
 
 def start(tiles: Sequence[Tile], group: Group) -> None:
-    """Find the first bases of tiles that have none, and leave their parameters alone for this step.
+    """Find the first bases of tiles that have none; their direction is zero in this step.
 
     Tiles without any gradient wait for one: in an arbitrary basis, which the next refresh would turn far, the second
     moment would be of no use (zero-initialised layers and unused experts start so).

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from vescale_optim.optimizers.rule import Group, Rule, Shards, Units
+from vescale_optim.optimizers.rule_checks import NoDirections, check_returned
 from vescale_optim.sharding.storage_protocol import Storage, Transfer
 
 # State of one parameter: `optimizer.state[param]`.
@@ -77,13 +78,17 @@ class BucketUpdate:
             if not call.held:
                 continue
             if not call.rule.is_elementwise:
-                wires.update(zip(call.held, call.rule.prepare(call.shards, call.group), strict=True))
+                prepared = call.rule.prepare(call.shards, call.group)
+                numels = [param.numel() for param in call.shards.params]
+                check_returned(call.rule, "prepare", prepared, numels, call.shards.names)
+                wires.update(zip(call.held, prepared, strict=True))
             elif self._meets_cut_units(call):
                 measured.update(zip(call.held, call.rule.measure(call.shards, call.group), strict=True))
         largest = self._storage.largest_over_ranks(self._bucket, measured, self._present)
         for call in self._calls:
             if call.held and call.rule.is_elementwise:
-                directions = [largest[index] for index in call.held] if self._meets_cut_units(call) else []
+                meets_cut_units = self._meets_cut_units(call)
+                directions = [largest[index] for index in call.held] if meets_cut_units else NoDirections(call.rule)
                 call.rule.apply(call.shards, directions, call.group)
         self._transfer = self._storage.send_to_owners(self._bucket, wires, self._present)
 
@@ -95,7 +100,10 @@ class BucketUpdate:
             owned = [index for index in call.indices if index in values and self._storage.unit_range(index)[1]]
             if owned and not call.rule.is_elementwise:
                 units = [self._units_of(index, values[index]) for index in owned]
-                directions.update(zip(owned, call.rule.compute(units, call.group), strict=True))
+                computed = call.rule.compute(units, call.group)
+                numels, names = [entry.values.numel() for entry in units], [entry.name for entry in units]
+                check_returned(call.rule, "compute", computed, numels, names)
+                directions.update(zip(owned, computed, strict=True))
         incoming = self._transfer
         self._transfer = self._storage.send_to_shards(self._bucket, directions, self._present)
         incoming.release()

@@ -33,9 +33,10 @@ from vescale_optim.sharding.collectives import broadcast
 from vescale_optim.sharding.cut_state import CutParameter, CutState
 from vescale_optim.sharding.cut_units import find_cut_units
 from vescale_optim.sharding.exchange import Arrival, Exchange, RoutedTensor
+from vescale_optim.sharding.live_modules import ParameterOwners
 from vescale_optim.sharding.meshes import axes_group, flat_mesh, mesh_group
 from vescale_optim.sharding.owners import GridShape, OwnedUnits, choose_owners
-from vescale_optim.sharding.parameters import ManagedParameter, check_dtensor, forget_gradient
+from vescale_optim.sharding.parameters import ManagedParameter, check_dtensor, find_orphan, forget_gradient
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.rank_shares import RankShares
 from vescale_optim.sharding.regions import Part, PlacedRegions, flat_extent, region_of
@@ -137,6 +138,7 @@ class DTensorStorage:
         self._grid_of: dict[int, Grid] = {}
         self._masters: dict[int, Tensor] = {}
         self._cut_state = CutState(mesh, mesh_group(mesh))
+        self._owners = ParameterOwners()
         self._present: list[bool] = []
         self._gradients: dict[int, Tensor] = {}
         self._placements: dict[int, tuple[Placement, ...]] = {}
@@ -175,6 +177,7 @@ class DTensorStorage:
             if managed.is_elementwise and (managed.has_unit_state or managed.blocks.num_units < param.numel()):
                 self._cut_state.add(index, self._find_cut_units(managed))
             kinds.setdefault((axes, self._updated_dtype(param.dtype), managed.wire_dtype, param.device), []).append(index)
+        self._owners.watch([managed.param for managed in parameters])
         for (axes, dtype, wire_dtype, _), indices in kinds.items():
             if axes is None:
                 self.buckets.append(ExchangeBucket(tuple(indices)))
@@ -297,9 +300,6 @@ class DTensorStorage:
 
     def _updated_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._master_dtype if self._needs_master(dtype) else dtype
-
-    def remember_references(self) -> None:
-        """Nothing to remember: the parameters are not re-homed."""
 
     def retire(self) -> None:
         """Nothing to undo: no hooks, no views."""
@@ -450,7 +450,7 @@ class DTensorStorage:
                     f"the gradient of parameter '{managed.name}' is {kind} of shape {tuple(grad.shape)}, but the parameter "
                     f"is a DTensor of placements {param.placements} on {param.device_mesh}; give a DTensor on its mesh"
                 )
-        return None
+        return find_orphan(self._owners, self.parameters)
 
     def _lies_differently(self, index: int) -> str | None:
         managed = self.parameters[index]

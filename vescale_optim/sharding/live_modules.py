@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from weakref import ref
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 DDP_MESSAGE = (
@@ -25,10 +27,51 @@ def is_wrapped_by_ddp(params: Sequence[nn.Parameter]) -> bool:
     return any(id(param) in mine for module in wrappers for param in module.parameters())
 
 
-def ids_owned_by_modules(params: Sequence[nn.Parameter]) -> set[int]:
-    """ids of those parameters that a live module has registered directly."""
+# A module that has registered a parameter, and under which name.
+Owner = tuple[ref[nn.Module], str]
+
+
+class ParameterOwners:
+    """Which modules own parameters, and which parameters they let go: those never get a gradient again.
+
+    A parameter whose modules are gone may live on in functional calls: it is not watched any more.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[int, list[Owner]] = {}
+
+    def watch(self, params: Sequence[nn.Parameter]) -> None:
+        """Remember the owners of further parameters; those without any are never found orphaned."""
+        self._owners.update(_find_owners(params))
+
+    def find_orphan(self, params: Sequence[nn.Parameter]) -> int | None:
+        """The index of a parameter that no module owns any more."""
+        for index, param in enumerate(params):
+            owners = [(module(), name) for module, name in self._owners.get(id(param), ())]
+            alive = [(module, name) for module, name in owners if module is not None]
+            if alive and not any(_owns(module, name, param) for module, name in alive):
+                # It may have moved to another module.
+                moved = _find_owners([param])
+                if not moved:
+                    return index
+                self._owners.update(moved)
+        return None
+
+
+def _owns(module: nn.Module, name: str, param: nn.Parameter) -> bool:
+    held = module._parameters.get(name)
+    # While a sharded module has its parameters whole, plain ones stand in for the sharded ones.
+    return held is param or (held is not None and isinstance(param, DTensor) and not isinstance(held, DTensor))
+
+
+def _find_owners(params: Sequence[nn.Parameter]) -> dict[int, list[Owner]]:
     mine = {id(param) for param in params}
-    return {id(param) for module in _live(nn.Module) for param in module._parameters.values() if id(param) in mine}
+    owners: dict[int, list[Owner]] = {}
+    for module in _live(nn.Module):
+        for name, param in module._parameters.items():
+            if id(param) in mine:
+                owners.setdefault(id(param), []).append((ref(module), name))
+    return owners
 
 
 def _live(kind: type[nn.Module]) -> list[nn.Module]:

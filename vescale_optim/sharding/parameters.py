@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.sharding.blocks import Blocks
+from vescale_optim.sharding.live_modules import ParameterOwners
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,18 @@ def check_dtensor(managed: ManagedParameter) -> None:
             f"{where} has a local tensor of strides {param._local_tensor.stride()}; give parameters whose local tensors are "
             "contiguous"
         )
+
+
+def find_orphan(owners: ParameterOwners, parameters: Sequence[ManagedParameter]) -> str | None:
+    """What to say about a parameter that its module let go; None where there is none."""
+    index = owners.find_orphan([managed.param for managed in parameters])
+    if index is None:
+        return None
+    managed = parameters[index]
+    return (
+        f"parameter '{managed.name}' of shape {tuple(managed.param.shape)} is no longer part of its module "
+        "(load_state_dict(assign=True) replaces parameters); load without assign, or construct the optimizer afterwards"
+    )
 
 
 def forget_gradient(param: Tensor, *, set_to_none: bool) -> None:

@@ -13,6 +13,7 @@ Pure Python: no process group, no device, no torch.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,6 +115,10 @@ class BufferPlan:
     def is_even(self) -> bool:
         """Every segment has equal shards."""
         return all(len(set(segment.shard_numels)) <= 1 for segment in self.segments)
+
+    def driver_by(self, names: Sequence[str]) -> str:
+        """`driver`, with the names of the tensors in the place of their numbers."""
+        return re.sub(r"tensor (\d+)", lambda found: names[int(found[1])], self.driver)
 
     def shard_numel(self, rank: int) -> int:
         """Elements of the rank's local buffer, over all segments."""

@@ -14,7 +14,6 @@ All sizes are in elements. The order of buckets is the reverse of registration, 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,8 @@ from vescale_optim.sharding.collectives import Pending, data_group, is_host_back
 from vescale_optim.sharding.dbuffer import DBuffer
 from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.gradient_reduction import FlushKind, GradientReduction
-from vescale_optim.sharding.live_modules import DDP_MESSAGE, ids_owned_by_modules, is_wrapped_by_ddp
-from vescale_optim.sharding.parameters import ManagedParameter, check_plain, checksum, forget_gradient
+from vescale_optim.sharding.live_modules import DDP_MESSAGE, ParameterOwners, is_wrapped_by_ddp
+from vescale_optim.sharding.parameters import ManagedParameter, check_plain, checksum, find_orphan, forget_gradient
 from vescale_optim.sharding.planner import BufferPlan
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.rank_shares import RankShares
@@ -107,9 +106,8 @@ class ReplicatedStorage:
         self._group = data_group(mesh.get_group(), mesh.device_type)
         self._location: list[tuple[int, int]] = []
         self._pointers: list[int] = []
-        self._references: list[int] = []
         self._regions: dict[int, tuple[Part, ...]] = {}
-        self._owned: set[int] = set()
+        self._owners = ParameterOwners()
         self._present: list[bool] = []
         self._has_compared_gradients = False
 
@@ -144,7 +142,7 @@ class ReplicatedStorage:
                 bucket.master.copy_(bucket.params)
             if self.reduction is not None:
                 self.reduction.add_bucket(bucket.grads)
-        self._owned |= ids_owned_by_modules([managed.param for managed in parameters])
+        self._owners.watch([managed.param for managed in parameters])
 
     def _plan_buckets(self, parameters: Sequence[ManagedParameter]) -> list[tuple[list[int], BufferPlan]]:
         """Buckets of one dtype and device each, in the reverse order of registration."""
@@ -411,35 +409,7 @@ class ReplicatedStorage:
                     "made, so its gradients are not seen (assigning .data of another dtype does that); construct the "
                     "optimizer afterwards"
                 )
-        return self._find_orphan()
-
-    def remember_references(self) -> None:
-        """Count who refers to the parameters, now that the optimizer holds all its own references."""
-        self._references = [sys.getrefcount(managed.param) for managed in self.parameters]
-
-    def _find_orphan(self) -> str | None:
-        """A parameter that its module let go keeps its storage and hooks, and never gets a gradient again.
-
-        The module's reference is then missing in the count, which is cheap to see; a scan makes sure.
-        """
-        suspects = [
-            index
-            for index, managed in enumerate(self.parameters)
-            if id(managed.param) in self._owned and sys.getrefcount(managed.param) < self._references[index]
-        ]
-        if not suspects:
-            return None
-        still_owned = ids_owned_by_modules([self.parameters[index].param for index in suspects])
-        for index in suspects:
-            managed = self.parameters[index]
-            if id(managed.param) not in still_owned:
-                return (
-                    f"parameter '{managed.name}' of shape {tuple(managed.param.shape)} is no longer part of its module "
-                    "(load_state_dict(assign=True) replaces parameters); load without assign, or construct the optimizer "
-                    "afterwards"
-                )
-            self._references[index] = sys.getrefcount(managed.param)
-        return None
+        return find_orphan(self._owners, self.parameters)
 
     def moves_units(self, bucket: int) -> bool:
         """Never: shards are runs of whole units."""

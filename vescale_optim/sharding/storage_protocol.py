@@ -62,10 +62,6 @@ class Storage(Protocol):
         """Take further parameters; every rank calls this with the same ones."""
         ...
 
-    def remember_references(self) -> None:
-        """Called once the optimizer holds all its own references to the parameters."""
-        ...
-
     def retire(self) -> None:
         """Let all parameters go: the optimizer has others instead."""
         ...

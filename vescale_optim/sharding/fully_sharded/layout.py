@@ -58,8 +58,8 @@ def choose_layout(blocks: Sequence[Blocks], num_ranks: int, itemsize: int) -> Sh
     padding_bytes = 3 * share * units.padding * itemsize
     exchange_bytes = 2 * share * moved * WIRE_ITEMSIZE
     costs = (
-        f"whole units pad {_percent(units)}, {padding_bytes:.3g} bytes more per step; "
-        f"an exchange would move {exchange_bytes:.3g}"
+        f"whole units pad {_percent(units)}, {padding_bytes:,.0f} bytes more per step; "
+        f"an exchange would move {exchange_bytes:,.0f} bytes"
     )
     if padding_bytes <= exchange_bytes and units.padding_fraction <= LARGEST_PADDING:
         return ShardLayout(units, "units", costs)
