@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -286,6 +287,31 @@ def test_gradients_that_lie_elsewhere(cut: bool, lacking: tuple[int, ...], kinds
         assert differences(found, reference) == {}
 
 
+def step_on_sub_meshes(rank: int, world_size: int, mesh: Any) -> dict[str, Tensor]:
+    """Matrices on the rows and on the columns of a mesh: each rank shares them with other ranks."""
+    grid = mesh_of((2, 2), ("dp", "tp"))
+    values = parameter_values({"a": (8, 8), "b": (8, 6), "c": (6, 6), "d": (10, 8)})
+    params = {
+        name: nn.Parameter(distribute_tensor(value, grid[axis], [Shard(0)], src_data_rank=None))
+        for (name, value), axis in zip(values.items(), ("tp", "dp", "dp", "tp"), strict=True)
+    }
+    optimizer = make("muon", params.items(), grid)
+    for step in range(STEPS):
+        grads = rank_gradients({name: tuple(value.shape) for name, value in values.items()}, 1, seed=step).mean
+        for name, param in params.items():
+            param.grad = distribute_tensor(grads[name], param.device_mesh, [Shard(0)], src_data_rank=None)
+        optimizer.step()
+    return whole(params)
+
+
+def test_meshes_that_share_some_ranks_balance_their_owners_together() -> None:
+    shapes = {"a": (8, 8), "b": (8, 6), "c": (6, 6), "d": (10, 8)}
+    grads = [rank_gradients(shapes, 1, seed=step).mean for step in range(STEPS)]
+    reference = expected("muon", parameter_values(shapes), grads)
+    for found in run_ranks(4, step_on_sub_meshes):
+        assert differences(found, reference) == {}
+
+
 # -- what goes wrong is said on every rank ----------------------------------------------------------------------------
 
 
@@ -295,6 +321,9 @@ def fail(rank: int, world_size: int, mesh: Any, fault: str) -> str:
     try:
         if fault == "meta":
             params["wide"] = nn.Parameter(params["wide"].to("meta"))
+        if fault == "not here":
+            part = DeviceMesh("cpu", [0, 1])
+            params["part"] = nn.Parameter(DTensor.from_local(torch.ones(4, 4), part, [Shard(0)], run_check=False))
         if fault == "other ranks":
             half = mesh_of((2, 2), ("dp", "tp"))["tp"]
             ShardedMuon([nn.Parameter(distribute_tensor(torch.ones(8, 8), half, [Shard(0)]))], mesh)
@@ -305,6 +334,15 @@ def fail(rank: int, world_size: int, mesh: Any, fault: str) -> str:
         if fault == "gradient elsewhere" and rank == 1:
             wide = params["wide"]
             wide.grad = DTensor.from_local(torch.ones(wide.shape), wide.device_mesh, [Replicate()] * 2, run_check=False)
+        if fault == "gradient too short" and rank == 1:
+            wide = params["wide"]
+            short = torch.ones(3)
+            wide.grad = wide.grad.clone()
+            wide.grad._local_tensor = short
+        if fault == "strides" and rank == 2:
+            params["wide"]._local_tensor = params["wide"]._local_tensor.detach().t().contiguous().t()
+        if fault == "fewer" and rank == 1:
+            optimizer.param_groups[0]["params"].pop()
         if fault == "lr" and rank == 2:
             optimizer.param_groups[0]["lr"] = 0.5
         if fault == "replaced" and rank == 3:
@@ -327,6 +365,10 @@ def fail(rank: int, world_size: int, mesh: Any, fault: str) -> str:
         ("other ranks", ("of 2 ranks", "has 4", "nobody averages its gradients", 'grad_sync="none"')),
         ("plain gradient", ("'wide'", "plain tensor", "give a DTensor", "rank 1 of 4")),
         ("gradient elsewhere", ("'wide'", "(7, 13)", "others on other ranks", "lie alike")),
+        ("gradient too short", ("'wide'", "(7, 13)", "has 3 elements here", "rank 1 of 4")),
+        ("strides", ("'wide'", "(7, 13)", "strides", "convert the model first", "rank 2 of 4")),
+        ("fewer", ("param_names", "rank 1 of 4")),
+        ("not here", ("lives on ranks [0, 1] only",)),
         ("lr", ("'lr': 0.5", "rank 2", "same hyperparameters")),
         ("replaced", ("'wide'", "(7, 13)", "construct the optimizer", "rank 3 of 4")),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.sharded_models import LAYOUTS, set_gradients, sharded, whole, world_mesh
@@ -139,3 +139,30 @@ def test_a_nan_on_one_rank_is_seen_on_all(norm_type: float) -> None:
     with pytest.raises(RankFailure, match="is nan, so it cannot be clipped") as caught:
         run_ranks(4, clip_nan, norm_type, True)
     assert len(caught.value.errors) == 4
+
+
+def clip_odd(rank: int, world_size: int, mesh: Any, kind: str, lacking: int) -> tuple[float, Tensor]:
+    """A parameter whole on all ranks, whose gradient is cut, or still to be summed; one rank has none."""
+    value = rank_gradients({"w": (8, 6)}, world_size, seed=1)
+    param = nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, [Replicate()]))
+    if kind == "cut":
+        param.grad = distribute_tensor(value.mean["w"], mesh, [Shard(0)])
+    else:
+        param.grad = DTensor.from_local(value.of_rank(rank)["w"], mesh, [Partial()], run_check=False)
+    if rank == lacking:
+        param.grad = None
+    norm = clip_grad_norm_([param], math.inf)
+    return norm.item(), param.grad.full_tensor()
+
+
+@pytest.mark.parametrize("kind", ["cut", "sum"])
+def test_gradients_that_lie_elsewhere_and_that_a_rank_lacks(kind: str) -> None:
+    value, lacking = rank_gradients({"w": (8, 6)}, 4, seed=1), 3
+    if kind == "cut":
+        grad = value.mean["w"].clone()
+        grad[6:] = 0
+    else:
+        grad = torch.stack([value.of_rank(rank)["w"] for rank in range(4) if rank != lacking]).sum(0)
+    for norm, found in run_ranks(4, clip_odd, kind, lacking):
+        assert norm == pytest.approx(grad.norm().item(), rel=1e-6)
+        assert torch.equal(found, grad)

@@ -385,6 +385,47 @@ def test_a_difference_at_construction_raises_on_every_rank_and_is_named(what: st
         assert name in messages[0]
 
 
+def part_ways(rank: int, world_size: int, mesh: Any, what: str) -> str:
+    """Rank 1 does something else than the others, and all are told."""
+    module = parameter_module(parameter_values(SHAPES))
+    optimizers = [ShardedAdamW(list(module.named_parameters())[part::2], mesh) for part in range(2)]
+    backward(module.named_parameters(), rank_gradients(SHAPES, world_size, seed=0).of_rank(rank))
+    before = {name: param.detach().clone() for name, param in module.named_parameters()}
+    stepping = optimizers
+    try:
+        if what == "another order" and rank == 1:
+            stepping = optimizers[::-1]
+        elif what == "a parameter less" and rank == 1:
+            optimizers[0].param_groups[0]["params"].pop()
+        elif what == "a group less" and rank == 1:
+            optimizers[0].param_groups.clear()
+        elif what == "another optimizer" and rank == 1:
+            ShardedAdamW([torch.nn.Parameter(torch.zeros(2))], mesh)
+        elif what == "only one steps" and rank == 1:
+            stepping = optimizers[1:]
+        for optimizer in stepping:
+            optimizer.step()
+    except (RuntimeError, ValueError) as error:
+        assert all(torch.equal(param, before[name]) for name, param in module.named_parameters())
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("another order", ["rank 0 at optimizer", "rank 1 at optimizer", "in the same order on all ranks"]),
+        ("only one steps", ["rank 0 at optimizer", "rank 1 at optimizer", "in the same order on all ranks"]),
+        ("a parameter less", ["param_names", "found on rank 1 of 3"]),
+        ("a group less", ["rank 0 at optimizer", "rank 1 at parameters that left their groups"]),
+        ("another optimizer", ["rank 0 at optimizer", "rank 1 at construction of an optimizer"]),
+    ],
+)
+def test_ranks_that_part_ways_are_told(what: str, words: list[str]) -> None:
+    for message in run_ranks(3, part_ways, what):
+        assert all(word in message for word in words), message
+
+
 def differing_values(rank: int, world_size: int, mesh: Any, keep: bool) -> tuple[list[str], dict[str, Tensor]]:
     import warnings
 

@@ -209,7 +209,7 @@ def change_in_flight(rank: int, world_size: int, mesh: Any, changes: dict[str, A
     before = values_of(module) | {"step": optimizer.state[module["wide"]]["step"].clone()}
     kept = dict(optimizer.param_groups[0])
     optimizer.param_groups[0].update(changes)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises((ValueError, RuntimeError)) as error:
         optimizer.step()
     after = values_of(module) | {"step": optimizer.state[module["wide"]]["step"]}
     unchanged = all(torch.equal(before[name], after[name]) for name in before)

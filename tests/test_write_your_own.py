@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
+from tests.support.reference import OneDevice, adamw
 from tests.support.values import MIXED_SHAPES, backward, parameter_module, parameter_values, rank_gradients
 
 README = Path(__file__).parents[1] / "README.md"
 ARGUMENTS = {
     "ShardedLion": dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
     "RowNormalizedSGD": dict(lr=1e-2, eps=1e-6),
+    "MatrixNormalizedSGD": dict(lr=1e-2, momentum=0.8, decay=0.7, eps=1e-6, adamw_lr=1e-3),
 }
+# Lines of the class as printed.
+MOST_LINES = {"ShardedLion": 32, "RowNormalizedSGD": 32, "MatrixNormalizedSGD": 42}
 
 
 def class_from_readme(name: str) -> Any:
     section = README.read_text().split("## Write your own optimizer")[1].split("\n## ")[0]
     (source,) = [block for block in re.findall(r"```python\n(.*?)```", section, re.S) if f"class {name}(" in block]
-    assert len(source.splitlines()) <= 32
+    assert len(source.splitlines()) <= MOST_LINES[name]
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     return namespace[name]
@@ -58,8 +62,32 @@ def row_normalized_sgd(param: Tensor, grads: list[Tensor], lr: float, eps: float
     return rows.reshape(param.shape)
 
 
+def matrix_normalized_sgd(
+    param: Tensor, grads: list[Tensor], lr: float, momentum: float, decay: float, eps: float, adamw_lr: float
+) -> Tensor:
+    if param.ndim < 2:
+        alone = OneDevice({"vector": param}, {"vector": adamw(lr=adamw_lr)})
+        for grad in grads:
+            alone.step({"vector": grad})
+        return alone.params["vector"]
+    matrices, norms = param.reshape(-1, *param.shape[-2:]), torch.zeros(param.shape[:-2].numel())
+    moment = torch.zeros_like(matrices)
+    for grad in grads:
+        moment = moment.mul(momentum).add(grad.reshape(matrices.shape))
+        norms = norms.lerp(torch.stack([matrix.flatten()[None].norm(dim=1)[0] for matrix in moment]), 1 - decay)
+        matrices = matrices.add(moment / (norms.view(-1, 1, 1) + eps), alpha=-lr)
+    return matrices.reshape(param.shape)
+
+
+REFERENCES = [
+    ("ShardedLion", lion),
+    ("RowNormalizedSGD", row_normalized_sgd),
+    ("MatrixNormalizedSGD", matrix_normalized_sgd),
+]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name, reference", [("ShardedLion", lion), ("RowNormalizedSGD", row_normalized_sgd)])
+@pytest.mark.parametrize("name, reference", REFERENCES)
 def test_equals_one_device(name: str, reference: Any, world_size: int) -> None:
     steps = [rank_gradients(MIXED_SHAPES, world_size, seed=step).mean for step in range(4)]
     for result in run_ranks(world_size, train, name, torch.float32):

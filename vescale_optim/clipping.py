@@ -18,8 +18,16 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.collectives import all_reduce
-from vescale_optim.sharding.meshes import axes_group
+from vescale_optim.sharding.gradient_placements import (
+    GradientPlacements,
+    explain_difference,
+    find_difference,
+    lowest_of,
+    placement_mark,
+)
+from vescale_optim.sharding.meshes import axes_group, mesh_group
 
 
 @torch.no_grad()
@@ -49,11 +57,10 @@ def clip_grad_norm_(
     params = _params_of(optimizer_or_params)
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be > 0 or infinity")
+    _lay_like_parameters(params)
     kinds: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor | None]] = {}
     for param in params:
         grad = param.grad
-        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-            grad = param.grad = grad.redistribute(placements=param.placements)
         # A rank without a gradient takes part all the same: others may have one.
         laid_out = param if grad is None else grad
         if grad is not None or (param.requires_grad and isinstance(param, DTensor)):
@@ -77,6 +84,27 @@ def _params_of(optimizer_or_params: torch.optim.Optimizer | Iterable[Tensor] | T
     if isinstance(optimizer_or_params, torch.optim.Optimizer):
         return [param for group in optimizer_or_params.param_groups for param in group["params"]]
     return [optimizer_or_params] if isinstance(optimizer_or_params, Tensor) else list(optimizer_or_params)
+
+
+def _lay_like_parameters(params: Sequence[Tensor]) -> None:
+    """Bring gradients to where their parameters are, on all ranks: one small message for each mesh tells whose are not."""
+    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
+    for param in params:
+        if isinstance(param, DTensor) and param.requires_grad and param.device_mesh.size() > 1:
+            by_mesh.setdefault(param.device_mesh, []).append(param)
+    for mesh, members in by_mesh.items():
+        agreement = Agreement(mesh_group(mesh), "clip_grad_norm_")
+        marks = [placement_mark(param) for param in members]
+        agreed = agreement.maximum([*marks, *lowest_of(marks)])
+        marks, lowest = agreed[: len(members)], agreed[len(members) :]
+        different = find_difference(marks, lowest)
+        if different is not None:
+            agreement.raise_fault(explain_difference(f"number {different}", members[different]))
+        placements = GradientPlacements()
+        placements.learn(marks, members, agreement)
+        for param, mark in zip(members, marks, strict=True):
+            if mark > 0:
+                param.grad = placements.like_parameter(param, mark)
 
 
 def _cut_axes(tensor: DTensor) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ from vescale_optim.sharding.agreement import Agreement, fingerprint
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.dtensor_storage import DTensorStorage
 from vescale_optim.sharding.meshes import flat_mesh, mesh_group
-from vescale_optim.sharding.parameters import ManagedParameter, forget_gradient
+from vescale_optim.sharding.parameters import ManagedParameter, check_dtensor, check_plain, forget_gradient
 from vescale_optim.sharding.storage import ReplicatedStorage
 from vescale_optim.sharding.storage_protocol import Storage
 
@@ -140,8 +140,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         try:
             super().__init__(groups, defaults)
         except (TypeError, ValueError) as error:
-            # The other ranks may find nothing wrong and wait: tell them.
-            self._agreement().require_same([f"{type(error).__name__}: {error}"], explain_difference)
+            self._tell_others(error)
             raise
         self._manage_parameters()
 
@@ -256,60 +255,78 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
     def _is_planned(self) -> bool:
         return bool(self._storages)
 
-    def _agreement(self) -> Agreement:
-        return Agreement(mesh_group(self._mesh))
+    def _agreement(self, topic: str = "construction of an optimizer, or parameters that join it") -> Agreement:
+        return Agreement(mesh_group(self._mesh), topic)
 
     def _manage_parameters(self) -> None:
         """Plan and give state to parameters that are not managed yet, and let go of those that left the groups; on all
         ranks alike."""
         self._release_departed()
-        new = self._unmanaged()
-        # Without any parameter there is still a storage to agree through.
-        storages = [self._storage_for(name, param) for name, param, _ in new] or [self._storage_for("", None)]
+        try:
+            new = self._unmanaged()
+            declared = [self._declared(name, param, group) for name, param, group in new]
+            self._check_declared(declared)
+        except (TypeError, ValueError) as error:
+            self._tell_others(error)
+            raise
         self._agreement().require_same(
             [repr(self._options)] + [record_of(name, param, group) for name, param, group in new], explain_difference
         )
-        by_storage: dict[int, list[tuple[str, Tensor, Group]]] = {}
-        for storage, entry in zip(storages, new, strict=False):
-            by_storage.setdefault(id(storage), []).append(entry)
+        # Without any parameter there is still a storage to agree through.
+        storages = [self._storage_for(param) for _, param, _ in new] or [self._storage_for(None)]
+        by_storage: dict[int, list[int]] = {}
+        for number, storage in enumerate(storages[: len(new)]):
+            by_storage.setdefault(id(storage), []).append(number)
         for storage in self._storages.values():
-            entries = by_storage.get(id(storage), [])
-            if not entries and storage.parameters:
+            numbers = by_storage.get(id(storage), [])
+            if not numbers and storage.parameters:
                 continue
             first = len(storage.parameters)
-            storage.add([self._declared(name, param, group) for name, param, group in entries])
-            for index, (_, param, _) in enumerate(entries, first):
-                self._homes[param] = storage, index
-            self._make_state(storage, [(index, param, group) for index, (_, param, group) in enumerate(entries, first)])
+            storage.add([declared[number] for number in numbers])
+            entries = [(index, *new[number][1:]) for index, number in enumerate(numbers, first)]
+            self._homes.update({param: (storage, index) for index, param, _ in entries})
+            self._make_state(storage, entries)
 
-    def _storage_for(self, name: str, param: Tensor | None) -> Storage:
-        """The storage of parameters that live like this one, made where there is none yet."""
+    def _tell_others(self, error: Exception) -> None:
+        """Before an error that other ranks may not have: they would wait for this one. Raises where they have another."""
+        self._agreement().require_same([f"{type(error).__name__}: {error}"], explain_difference)
+
+    def _check_declared(self, parameters: Sequence[ManagedParameter]) -> None:
+        """Raise where parameters cannot live in a storage on the optimizer's mesh; local, unlike what comes after."""
+        plain = [managed for managed in parameters if not isinstance(managed.param, DTensor)]
+        for managed in parameters:
+            if isinstance(managed.param, DTensor):
+                name, param = managed.name, managed.param
+                check_mesh_covers(self._mesh, param.device_mesh, name, param)
+                if self._options["reduces_gradients"]:
+                    check_mesh_is_covered(self._mesh, param.device_mesh, name, param)
+                check_dtensor(managed)
+        if plain:
+            if not any(isinstance(param, DTensor) for _, param, _ in self._trainable()):
+                check_plain_mesh(self._mesh, plain[0].name, plain[0].param)
+            check_plain(plain, self._mesh)
+
+    def _storage_for(self, param: Tensor | None) -> Storage:
+        """The storage of parameters that live like this one, made where there is none yet; on all its ranks alike."""
         options = self._options
-        if not isinstance(param, DTensor):
-            if "replicated" not in self._storages:
-                if param is not None and not any(isinstance(other, DTensor) for _, other, _ in self._trainable()):
-                    check_plain_mesh(self._mesh, name, param)
-                self._storages["replicated"] = ReplicatedStorage(
-                    flat_mesh(self._mesh),
-                    reduces_gradients=options["reduces_gradients"],
-                    master_dtype=options["master_dtype"],
-                    grad_dtype=options["grad_dtype"],
-                    bucket_bytes=options["bucket_bytes"],
-                    broadcasts=options["broadcasts"],
-                )
-            return self._storages["replicated"]
-        mesh = param.device_mesh
-        if mesh not in self._storages:
-            check_mesh_covers(self._mesh, mesh, name, param)
-            if options["reduces_gradients"]:
-                check_mesh_is_covered(self._mesh, mesh, name, param)
-            self._storages[mesh] = DTensorStorage(
-                mesh,
+        key = param.device_mesh if isinstance(param, DTensor) else "replicated"
+        if key not in self._storages and isinstance(param, DTensor):
+            self._storages[key] = DTensorStorage(
+                param.device_mesh,
                 master_dtype=options["master_dtype"],
                 exchange_bytes=options["exchange_bytes"],
                 loads=self._loads,
             )
-        return self._storages[mesh]
+        elif key not in self._storages:
+            self._storages[key] = ReplicatedStorage(
+                flat_mesh(self._mesh),
+                reduces_gradients=options["reduces_gradients"],
+                master_dtype=options["master_dtype"],
+                grad_dtype=options["grad_dtype"],
+                bucket_bytes=options["bucket_bytes"],
+                broadcasts=options["broadcasts"],
+            )
+        return self._storages[key]
 
     def _declared(self, name: str, param: Tensor, group: Group) -> ManagedParameter:
         """A parameter with what its rule declares about it."""
@@ -330,7 +347,11 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     def _release_departed(self) -> None:
         """Let go of storages none of whose parameters is in a group any more: accelerate swaps them for sharded ones."""
-        for key in self._departed():
+        departed = self._departed()
+        if departed:
+            names = [managed.name for key in departed for managed in self._storages[key].parameters]
+            self._agreement("parameters that left their groups").require_same(names, explain_difference)
+        for key in departed:
             storage = self._storages.pop(key)
             storage.retire()
             for managed in storage.parameters:
@@ -427,10 +448,14 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 "backward alone"
             )
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
-        names = [name for name, _, _ in self._unmanaged()]
+        names, fault = [], None
+        try:
+            names = [name for name, _, _ in self._unmanaged()]
+        except ValueError as error:
+            fault = str(error)
         marks = fingerprint(hyperparameters), fingerprint(names)
         for storage in self._storages.values():
-            agreed = storage.synchronize([marks[0], -marks[0], marks[1], -marks[1]], None)
+            agreed = storage.synchronize([marks[0], -marks[0], marks[1], -marks[1]], fault)
             if agreed[0] != -agreed[1]:
                 storage.agreement.require_same(
                     [f"group {number}: {values}" for number, values in enumerate(hyperparameters)],
@@ -470,7 +495,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         extremes = [value.float() for grad in held.values() for value in torch.aminmax(grad)]
         largest = torch.stack(extremes).view(-1, 2).abs().amax(dim=1).tolist() if held else []
         bad = [number + 1 for number, value in zip(held, largest, strict=True) if not value <= min(limits)]
-        (agreed,) = self._agreement().maximum([max(bad, default=0)])
+        (agreed,) = self._agreement("gradients that a rule cannot take").maximum([max(bad, default=0)])
         if agreed:
             storage, index = managed[agreed - 1]
             warn_caller(

@@ -85,7 +85,12 @@ def check_plain_mesh(mesh: DeviceMesh, name: str, param: Tensor) -> None:
 
 
 def check_mesh_covers(mesh: DeviceMesh, own: DeviceMesh, name: str, param: Tensor) -> None:
-    """Raise where a DTensor parameter lives on ranks outside the optimizer's mesh."""
+    """Raise where a DTensor parameter lives on ranks outside the optimizer's mesh, or not on this one."""
+    if own.get_coordinate() is None:
+        raise ValueError(
+            f"parameter '{name}' of shape {tuple(param.shape)} lives on ranks {own.mesh.flatten().tolist()} only; give each "
+            "rank the parameters that it has, to an optimizer over a mesh of their ranks"
+        )
     outside = sorted(set(own.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
     if outside:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
-from vescale_optim.sharding.collectives import all_reduce, control_group, gather_objects
+from vescale_optim.sharding.collectives import all_reduce, control_group, gather_objects, new_tag
 
 
 def fingerprint(value: object) -> int:
@@ -22,17 +22,34 @@ def fingerprint(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little") >> 2
 
 
+# Messages are as long as a multiple of this, so that those about different things can meet, and be told apart.
+MESSAGE_NUMBERS = 512
+
+
 class Agreement:
     """The control channel of the ranks of one group.
 
+    Every message says what it is about. Ranks that meet in different ones (two optimizers stepped in another order, one
+    that plans while others step) are told so, all of them.
+
     Args:
         group: the ranks that must agree; the channel is a gloo group over them.
+        topic: what they agree on, in words that are the same on every rank.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, topic: str) -> None:
         self.group = control_group(group)
         self.rank = self.group.rank()
         self.size = self.group.size()
+        self._set_topic(topic)
+
+    def _set_topic(self, topic: str) -> None:
+        self._topic, self._mark = topic, fingerprint(topic)
+
+    def name_after(self, names: Sequence[str]) -> None:
+        """Say in messages which parameters they are about."""
+        first = f", the first {names[0]!r}" if names else ""
+        self._set_topic(f"optimizer {new_tag(self.group)} of {len(names)} parameters{first} ({fingerprint(names):x})")
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Elementwise maximum over the ranks; every rank must give as many values."""
@@ -42,14 +59,27 @@ class Agreement:
         """The same without waiting: call the result to wait for it. Other ranks can go on meanwhile."""
         if self.size == 1:
             return lambda: list(values)
-        message = torch.tensor(values, dtype=torch.int64, device="cpu")
+        numbers = [self._mark, -self._mark, *values]
+        padding = -len(numbers) % MESSAGE_NUMBERS
+        message = torch.tensor(numbers + [0] * padding, dtype=torch.int64, device="cpu")
         handle = all_reduce(message, self.group, ReduceOp.MAX, async_op=True)
 
         def wait() -> list[int]:
             handle.wait()
-            return message.tolist()
+            largest, negated, *agreed = message[: len(numbers)].tolist()
+            if largest != -negated:
+                self._raise_other_topic()
+            return agreed
 
         return wait
+
+    def _raise_other_topic(self) -> NoReturn:
+        topics = self.gather(self._topic)
+        other = next(rank for rank, topic in enumerate(topics) if topic != topics[0])
+        raise RuntimeError(
+            f"ranks are at different points: rank 0 at {topics[0]}, rank {other} at {topics[other]}; construct, step and "
+            "change optimizers in the same order on all ranks"
+        )
 
     def is_same(self, value: object) -> bool:
         """Whether every rank gave the same value (by `repr`)."""

@@ -25,18 +25,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_optim.sharding.agreement import Agreement, fingerprint
+from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.buffer_pool import BufferPool
 from vescale_optim.sharding.collectives import broadcast
 from vescale_optim.sharding.cut_state import CutParameter, CutState
 from vescale_optim.sharding.cut_units import find_cut_units
 from vescale_optim.sharding.exchange import Arrival, Exchange, RoutedTensor
+from vescale_optim.sharding.gradient_placements import (
+    ABSENT,
+    GradientPlacements,
+    explain_difference,
+    find_difference,
+    lowest_of,
+    placement_mark,
+)
 from vescale_optim.sharding.live_modules import ParameterOwners
 from vescale_optim.sharding.meshes import axes_group, flat_mesh, mesh_group
 from vescale_optim.sharding.owners import GridShape, OwnedUnits, choose_owners
-from vescale_optim.sharding.parameters import ManagedParameter, check_dtensor, find_orphan, forget_gradient
+from vescale_optim.sharding.parameters import ManagedParameter, find_orphan, forget_gradient
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.rank_shares import RankShares
 from vescale_optim.sharding.regions import Part, PlacedRegions, flat_extent, region_of
@@ -45,8 +53,8 @@ from vescale_optim.sharding.storage_protocol import Arrived, Transfer
 # Buckets that hold buffers at the same time: units arriving, units being computed, directions going back.
 NUM_IN_FLIGHT = 3
 
-# In place of how a gradient lies: there is none, and what that is when the lowest is asked for.
-ABSENT, NEVER = -1, -(1 << 62)
+# Loads travel as 64-bit integers.
+MOST_FLOPS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class DTensorStorage:
         loads: MutableMapping[int, float],
     ) -> None:
         self.mesh = mesh
-        self.agreement = Agreement(mesh_group(mesh))
+        self.agreement = Agreement(mesh_group(mesh), "construction of an optimizer")
         self.rank = self.agreement.rank
         self.num_ranks = self.agreement.size
         self.parameters: list[ManagedParameter] = []
@@ -141,7 +149,7 @@ class DTensorStorage:
         self._owners = ParameterOwners()
         self._present: list[bool] = []
         self._gradients: dict[int, Tensor] = {}
-        self._placements: dict[int, tuple[Placement, ...]] = {}
+        self._placements = GradientPlacements()
 
     @property
     def loads(self) -> list[float]:
@@ -157,9 +165,9 @@ class DTensorStorage:
             ValueError: a parameter whose local tensor cannot be updated flat, by name.
         """
         first = len(self.parameters)
-        for managed in parameters:
-            check_dtensor(managed)
         self.parameters += parameters
+        self.agreement.name_after([managed.name for managed in self.parameters])
+        self._agree_on_loads()
         self._present += [False] * len(parameters)
         kinds: dict[tuple[object, ...], list[int]] = {}
         for index, managed in enumerate(parameters, first):
@@ -183,6 +191,11 @@ class DTensorStorage:
                 self.buckets.append(ExchangeBucket(tuple(indices)))
             else:
                 self._plan_exchanges(indices, self._grid(axes), dtype, wire_dtype)
+
+    def _agree_on_loads(self) -> None:
+        """Owners follow from the loads: meshes that share ranks must know of each other what these compute already."""
+        agreed = self.agreement.maximum([min(int(load), MOST_FLOPS) for load in self.loads])
+        self._loads_by_rank.update(zip(self._global_ranks, map(float, agreed), strict=True))
 
     def _find_cut_units(self, managed: ManagedParameter) -> CutParameter:
         param, blocks = managed.param, managed.blocks
@@ -217,8 +230,8 @@ class DTensorStorage:
             ascending = all(list(line) == sorted(line) for line in (*shape.rank_at, *zip(*shape.rank_at, strict=True)))
             if not ascending:
                 raise ValueError(
-                    f"the ranks of {self.mesh} do not ascend along its axes, so its process groups order them otherwise; "
-                    "make the mesh with init_device_mesh"
+                    f"the ranks of {self.mesh} do not ascend in row-major order, so its process groups order them "
+                    "otherwise; make the mesh with init_device_mesh"
                 )
             self._grids[axes] = Grid(self.mesh, axes, shape, *shape.places[self.rank])
         return self._grids[axes]
@@ -409,24 +422,23 @@ class DTensorStorage:
             RuntimeError: on every rank alike, where one found a fault; nothing is changed then.
         """
         fault = fault or self._find_fault()
-        grads = [managed.param.grad for managed in self.parameters]
-        absent = [grad is None for grad in grads]
-        marks = [_placement_mark(managed.param) for managed in self.parameters]
-        lowest = [NEVER if mark == ABSENT else -mark for mark in marks]
-        agreed = self.agreement.maximum([int(fault is not None), *map(int, absent), *marks, *lowest, *facts])
+        params = [managed.param for managed in self.parameters]
+        absent = [param.grad is None for param in params]
+        marks = [placement_mark(param) for param in params]
+        agreed = self.agreement.maximum([int(fault is not None), *map(int, absent), *marks, *lowest_of(marks), *facts])
         if agreed[0]:
             self.agreement.raise_fault(fault)
-        count = len(grads)
+        count = len(params)
         absent, marks, lowest = (agreed[1 + part * count : 1 + (part + 1) * count] for part in range(3))
+        different = find_difference(marks, lowest)
+        if different is not None:
+            managed = self.parameters[different]
+            self.agreement.raise_fault(explain_difference(managed.name, managed.param))
+        self._placements.learn(marks, params, self.agreement)
         self._present = [mark != ABSENT for mark in marks]
-        for index, (mark, negative) in enumerate(zip(marks, lowest, strict=True)):
-            if mark not in (ABSENT, -negative):
-                self.agreement.raise_fault(self._lies_differently(index))
-        self._learn_placements({mark: index for index, mark in enumerate(marks) if mark > 0})
         self._gradients = {}
-        for index, grad in enumerate(grads):
-            if marks[index] > 0:
-                grad = self._redistributed(index, grad, self._placements[marks[index]])
+        for index, (param, mark) in enumerate(zip(params, marks, strict=True)):
+            grad = self._placements.like_parameter(param, mark)
             if grad is not None:
                 self._gradients[index] = _flat_local(grad)
         self._share_among_replicas([index for index in range(count) if self._present[index] and absent[index]])
@@ -444,50 +456,25 @@ class DTensorStorage:
                     f"optimizer was made: it had {numel} of {dtype} on {device} and has {local.numel()} of {param.dtype} on "
                     f"{local.device}; shard, convert and move the model first, then construct the optimizer"
                 )
+            if not local.is_contiguous():
+                return (
+                    f"the local tensor of parameter '{managed.name}' of shape {tuple(param.shape)} has strides "
+                    f"{local.stride()} since the optimizer was made (to(memory_format=...) does that), so it cannot be "
+                    "updated in place; convert the model first, then construct the optimizer"
+                )
             if grad is not None and not (isinstance(grad, DTensor) and grad.device_mesh == param.device_mesh):
                 kind = f"a DTensor on {grad.device_mesh}" if isinstance(grad, DTensor) else "a plain tensor"
                 return (
                     f"the gradient of parameter '{managed.name}' is {kind} of shape {tuple(grad.shape)}, but the parameter "
                     f"is a DTensor of placements {param.placements} on {param.device_mesh}; give a DTensor on its mesh"
                 )
+            if grad is not None and grad.placements == param.placements and grad._local_tensor.numel() != numel:
+                return (
+                    f"the gradient of parameter '{managed.name}' of shape {tuple(param.shape)} has "
+                    f"{grad._local_tensor.numel()} elements here, but the parameter has {numel}; give a gradient of the "
+                    "parameter's shape"
+                )
         return find_orphan(self._owners, self.parameters)
-
-    def _lies_differently(self, index: int) -> str | None:
-        managed = self.parameters[index]
-        if managed.param.grad is None:
-            return None
-        return (
-            f"the gradient of parameter '{managed.name}' of shape {tuple(managed.param.shape)} has placements "
-            f"{managed.param.grad.placements} here and others on other ranks; give gradients that lie alike on all ranks"
-        )
-
-    def _learn_placements(self, example: Mapping[int, int]) -> None:
-        """Learn how gradients lie that do not lie like their parameters (Partial ones under sequence parallelism).
-
-        Ranks without a gradient need to know it too, to take part with zeros; asked once for each kind.
-
-        Args:
-            example: for the fingerprint of each kind of placements, a parameter whose gradient lies so.
-        """
-        unknown = {mark: index for mark, index in example.items() if mark not in self._placements}
-        if not unknown:
-            return
-        grads = {mark: self.parameters[index].param.grad for mark, index in unknown.items()}
-        mine = {mark: tuple(grad.placements) for mark, grad in grads.items() if grad is not None}
-        for others in self.agreement.gather(mine):
-            self._placements.update(others)
-
-    def _redistributed(self, index: int, grad: DTensor | None, placements: Sequence[Placement]) -> DTensor:
-        param = self.parameters[index].param
-        if grad is None:
-            summands = [Replicate() if placement.is_partial() else placement for placement in placements]
-            zeros = torch.distributed.tensor.zeros(
-                param.shape, dtype=param.dtype, device_mesh=param.device_mesh, placements=summands
-            )
-            grad = DTensor.from_local(
-                zeros.to_local(), param.device_mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
-            )
-        return grad.redistribute(placements=param.placements)
 
     def _share_among_replicas(self, indices: Sequence[int]) -> None:
         """Where a gradient is missing on some ranks only, take it from a replica that has it: replicas must stay equal."""
@@ -495,11 +482,12 @@ class DTensorStorage:
             grid = self._grid(self._cut_axes(self.parameters[index].param))
             if grid.row_group is None:
                 continue
-            channel = Agreement(grid.row_group)
+            channel = Agreement(grid.row_group, "gradients of replicas")
             has = index in self._gradients
             (last,) = channel.maximum([channel.rank + 1 if has else 0])
             if last:
-                values = self.gradient(index).clone() if has else self.gradient(index)
+                dtype = self.parameters[index].param.dtype
+                values = self.gradient(index).to(dtype, copy=True) if has else self.gradient(index)
                 broadcast(values, grid.row_group, source=last - 1).wait()
                 self._gradients[index] = values
 
@@ -593,13 +581,6 @@ class _Exchanged:
 
     def release(self) -> None:
         self._arrival.release()
-
-
-def _placement_mark(param: DTensor) -> int:
-    """How the gradient of a parameter lies, as a number: 0 like the parameter itself."""
-    if not isinstance(param.grad, DTensor):
-        return ABSENT
-    return 0 if param.grad.placements == param.placements else fingerprint(param.grad.placements)
 
 
 def _flat_local(tensor: DTensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_optim.sharding.collectives import is_alive, new_group_over
 
 _groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
-_flat_meshes: dict[tuple[tuple[int, ...], str], DeviceMesh] = {}
+_flat_meshes: dict[tuple[tuple[int, ...], str], tuple[DeviceMesh, ProcessGroup]] = {}
 
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -52,9 +52,10 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     group = mesh_group(mesh)
     key = tuple(dist.get_process_group_ranks(group)), mesh.device_type
     known = _flat_meshes.get(key)
-    if known is None or not is_alive(known.get_group()):
-        known = _flat_meshes[key] = DeviceMesh.from_group(group, mesh.device_type)
-    return known
+    # After destroy_process_group a mesh of old cannot find its group any more.
+    if known is None or known[1] is not group:
+        known = _flat_meshes[key] = DeviceMesh.from_group(group, mesh.device_type), group
+    return known[0]
 
 
 def coordinates(mesh: DeviceMesh) -> dict[int, tuple[int, ...]]:

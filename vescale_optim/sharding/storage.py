@@ -32,7 +32,7 @@ from vescale_optim.sharding.dbuffer import DBuffer
 from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.gradient_reduction import FlushKind, GradientReduction
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, ParameterOwners, is_wrapped_by_ddp
-from vescale_optim.sharding.parameters import ManagedParameter, check_plain, checksum, find_orphan, forget_gradient
+from vescale_optim.sharding.parameters import ManagedParameter, checksum, find_orphan, forget_gradient
 from vescale_optim.sharding.planner import BufferPlan
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.rank_shares import RankShares
@@ -92,7 +92,7 @@ class ReplicatedStorage:
         broadcasts: bool,
     ) -> None:
         self.mesh = mesh
-        self.agreement = Agreement(mesh.get_group())
+        self.agreement = Agreement(mesh.get_group(), "construction of an optimizer")
         self.rank = self.agreement.rank
         self.num_ranks = self.agreement.size
         self.reduction = GradientReduction(self.agreement, self.find_fault) if reduces_gradients else None
@@ -120,10 +120,10 @@ class ReplicatedStorage:
             ValueError: a parameter that cannot be re-homed (named), or one that DDP also reduces.
         """
         first = len(self.parameters)
-        check_plain(parameters, self.mesh)
         if self.reduction is not None and is_wrapped_by_ddp([managed.param for managed in parameters]):
             raise ValueError(DDP_MESSAGE)
         self.parameters += parameters
+        self.agreement.name_after([managed.name for managed in self.parameters])
         self._location += [(-1, -1)] * len(parameters)
         self._pointers += [0] * len(parameters)
         self._present += [False] * len(parameters)

@@ -57,7 +57,7 @@ class Schedule:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.memory = BufferMemory()
-        self._agreement = Agreement(mesh_group(mesh))
+        self._agreement = Agreement(mesh_group(mesh), "end of a backward")
         # gloo moves data with the processor that computes: overlap saves little there, and every buffer more costs memory.
         # So a backward keeps two, parameters and gradients of one module; elsewhere four, those of the next in flight too.
         self.saves_memory = is_host_backend(mesh.get_group(mesh.ndim - 1), torch.device(mesh.device_type))
