@@ -90,6 +90,8 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(num_kills: int, t
 
 def test_the_latest_checkpoint_is_the_last_that_was_finished(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(ValueError, match=r"latest_checkpoint found no finished save"):
+        check_checkpoint(latest_checkpoint(tmp_path), {})
     for number, name in enumerate(["b", "a", "lost its bytes", "unfinished"]):
         (tmp_path / name).mkdir()
         if name != "unfinished":

@@ -89,3 +89,8 @@ def test_two_models_with_the_same_names_are_shown_apart(flat: bool, tmp_path: Pa
 def test_what_is_no_checkpoint_is_an_error_of_one_line(tmp_path: Path, capsys: Any) -> None:
     assert main(["inspect", str(tmp_path)]) == 2
     assert "has no file .metadata" in capsys.readouterr().err
+    for step in (1, 2):
+        (tmp_path / f"{step:06d}").mkdir()
+        (tmp_path / f"{step:06d}" / ".metadata").write_bytes(b"metadata")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "holds checkpoints and is none itself; give one of them: 000001, 000002" in capsys.readouterr().err

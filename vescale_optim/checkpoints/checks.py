@@ -36,7 +36,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def check_checkpoint(
-    path: str | Path,
+    path: str | Path | None,
     state: Mapping[str, Any],
     model: nn.Module | None = None,
     optimizer: ShardedOptimizer | None = None,
@@ -46,7 +46,7 @@ def check_checkpoint(
     Communicates nothing, unless `state_dict` of an object in `state` does.
 
     Args:
-        path: folder of the checkpoint.
+        path: folder of the checkpoint, as `latest_checkpoint` gives it.
         state: the state dict to be loaded into; objects with `state_dict` and `load_state_dict` may be in it, as for DCP.
         model, optimizer: whose state is in it, as `get_optimizer_state_dict(model, optimizer)` gives it; the rules of the
             optimizer are compared with those at the same place in the checkpoint.

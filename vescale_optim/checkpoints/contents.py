@@ -133,14 +133,19 @@ def groups_of(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, Gro
     return found
 
 
-def read_contents(path: str | Path) -> CheckpointContents:
+def read_contents(path: str | Path | None) -> CheckpointContents:
     """What a checkpoint folder says about itself.
 
     Raises:
         ValueError: the folder has no readable metadata: it is no checkpoint, or its save did not finish.
     """
+    if path is None:
+        raise ValueError("there is no checkpoint: the path is None (latest_checkpoint found no finished save); start anew")
     path = Path(path)
     if not (path / METADATA).is_file():
+        inside = sorted(entry.parent.name for entry in path.glob(f"*/{METADATA}"))
+        if inside:
+            raise ValueError(f"{path} holds checkpoints and is none itself; give one of them: {', '.join(inside[-3:])}")
         raise ValueError(f"{path} has no file {METADATA}: no checkpoint, or its save did not finish; take an earlier one")
     try:
         return CheckpointContents(path, FileSystemReader(path).read_metadata())
