@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.support.layouts import chunk, indices
 from tests.support.ranks import run_ranks
 from tests.support.reference8bit import OneDevice8bit
-from tests.support.thinned import thinned
 from tests.support.values import parameter_values
 from vescale_optim import ShardedAdamW8bit, ShardedOptimizer
 from vescale_optim.optimizers import adamw8bit
@@ -222,7 +221,7 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("variant", thinned(VARIANTS, 2))
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 def test_cut_blocks_get_the_codes_scales_and_parameters_of_one_device(num_ranks: int, variant: str) -> None:
     arguments = {**HYPERPARAMETERS, **VARIANTS[variant]}

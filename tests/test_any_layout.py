@@ -33,7 +33,6 @@ from tests.support.sharded_models import (
     whole,
     world_mesh,
 )
-from tests.support.thinned import thinned
 from tests.support.values import parameter_values, rank_gradients
 from vescale_optim import ShardedAdamW, ShardedMuon, ShardedOptimizer, ShardedShampoo, ShardedSOAP
 
@@ -124,7 +123,7 @@ def test_any_layout_gives_the_parameters_of_one_device(layout: str, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-@pytest.mark.parametrize("layout", thinned(["fsdp_on_2", "fsdp_tensor", "hsdp"], 3))
+@pytest.mark.parametrize("layout", ["fsdp_on_2", "fsdp_tensor", "hsdp"])
 @pytest.mark.parametrize("master", [torch.float32, None])
 def test_bf16_parameters_with_and_without_a_master_copy(layout: str, kind: str, master: torch.dtype | None) -> None:
     values, grads = parameter_values(SHAPES, dtype=torch.bfloat16), gradients(dtype=torch.bfloat16)
@@ -200,7 +199,7 @@ def train_with_missing(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("layout", thinned(MISSING, 2))
+@pytest.mark.parametrize("layout", MISSING)
 def test_gradients_missing_on_some_or_all_ranks(layout: str, kind: str) -> None:
     values = parameter_values(SHAPES)
     for found, seen in run_ranks(LAYOUTS[layout][0], train_with_missing, layout, kind, values):

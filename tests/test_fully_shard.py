@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import KINDS, loss_of, make_batch, make_model
 from tests.support.ranks import run_ranks
-from tests.support.thinned import thinned
 from tests.support.values import MIXED_SHAPES, parameter_values, rank_gradients
 from vescale_optim import ShardedAdamW, ShardedAdamW8bit, ShardedMuon, ShardedShampoo, ShardedSOAP
 from vescale_optim.sharding.blocks import Blocks
@@ -497,7 +496,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("loop", thinned(LOOPS, 2))
+@pytest.mark.parametrize("loop", LOOPS)
 def test_odd_modules_and_loops_give_what_one_device_gives(loop: str) -> None:
     expected, without = run_oddities(0, 1, None, loop)
     for values, sharded_without in run_ranks(2, run_oddities, loop):
@@ -1020,7 +1019,7 @@ def compare_with_replicated(rank: int, world_size: int, mesh: DeviceMesh, name: 
 
 @pytest.mark.parametrize(
     ("world_size", "kind", "mesh_kind"),
-    thinned([(2, "gpt", "1-D"), (4, "moe", "1-D"), (2, "tied", "1-D"), (4, "gpt", "hsdp")], 3),
+    [(2, "gpt", "1-D"), (4, "moe", "1-D"), (2, "tied", "1-D"), (4, "gpt", "hsdp")],
 )
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_sharded_optimizers_update_as_on_plain_parameters(

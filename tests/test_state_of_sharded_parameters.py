@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
 from tests.support.sharded_models import Holder, differences, mesh_of, set_gradients, whole, world_mesh
-from tests.support.thinned import thinned
 from tests.support.values import parameter_values
 from vescale_optim import RaggedTensor, ShardedAdamW, ShardedMuon, ShardedOptimizer, ShardedShampoo, ShardedSOAP
 
@@ -93,7 +92,7 @@ def check_placements(rank: int, world_size: int, mesh: Any, layout: str, kind: s
     return per_unit
 
 
-@pytest.mark.parametrize("layout", thinned(WORLD_SIZE, 2))
+@pytest.mark.parametrize("layout", WORLD_SIZE)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_state_has_the_placement_of_its_parameter_or_lies_with_the_owners(layout: str, kind: str) -> None:
     for per_unit in run_ranks(WORLD_SIZE[layout], check_placements, layout, kind):
