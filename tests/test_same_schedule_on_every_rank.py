@@ -489,7 +489,10 @@ def replaced_storage(rank: int, world_size: int, mesh: Any, how: str, clears: bo
     ],
 )
 def test_replaced_storage_is_detected_by_the_next_step(how: str, text: str, clears: bool) -> None:
-    assert all(text in message for message in run_ranks(2, replaced_storage, how, clears))
+    # torch 2.11 finds it itself where the old gradients are still there.
+    texts = (text, "mixed torch.Tensor and DTensor") if torch.__version__ < "2.12" else (text,)
+    for message in run_ranks(2, replaced_storage, how, clears):
+        assert any(text in message for text in texts), message
 
 
 def write_between_forward_and_backward(rank: int, world_size: int, mesh: Any) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_optim.optimizers.caller_warnings import warn_caller
+from vescale_optim.caller_warnings import warn_caller
 from vescale_optim.optimizers.declaring import declared_blocks
 from vescale_optim.optimizers.describe import describe_algorithms, describe_storages
 from vescale_optim.optimizers.groups import (

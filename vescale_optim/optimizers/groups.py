@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_optim.optimizers.caller_warnings import warn_caller
+from vescale_optim.caller_warnings import warn_caller
 from vescale_optim.optimizers.rule import Group
 
 

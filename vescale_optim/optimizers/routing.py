@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale_optim.optimizers.caller_warnings import warn_caller
+from vescale_optim.caller_warnings import warn_caller
 
 
 def muon_param_groups(model: nn.Module, head: str | nn.Module | None = None) -> list[dict[str, Any]]:

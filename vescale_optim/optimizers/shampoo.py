@@ -16,7 +16,6 @@ Tiles are cut from the logical parameter, so the result is the same on any numbe
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_optim.caller_warnings import warn_caller
 from vescale_optim.optimizers.adamw import adamw_beside, check_adamw_group
 from vescale_optim.optimizers.base import Params
 from vescale_optim.optimizers.groups import require
@@ -275,10 +275,9 @@ def compute_roots(batch: Sequence[Tile], correction: float, group: Group) -> boo
             store([tile.pairs["roots"][side] for tile in batch], roots)
             found[side] = True
             continue
-        warnings.warn(
+        warn_caller(
             f"no eigenvalues were found for a factor of parameter '{batch[0].name}' (tile {batch[0].index}, step "
-            f"{batch[0].step}), in fp64 either; its last root stays in use, or the grafted direction where there is none",
-            stacklevel=2,
+            f"{batch[0].step}), in fp64 either; its last root stays in use, or the grafted direction where there is none"
         )
     return all(found)
 

@@ -16,13 +16,13 @@ first updates bounded. For a tile with gradient G, all in fp32:
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale_optim.caller_warnings import warn_caller
 from vescale_optim.optimizers.adamw import adamw_beside, check_adamw_group
 from vescale_optim.optimizers.base import Params
 from vescale_optim.optimizers.groups import require
@@ -181,10 +181,9 @@ def start(tiles: Sequence[Tile], group: Group) -> None:
         add_to_factors(batch, stacked([tile.gradient for tile in batch]), group)
         bases = [eigenbasis(side_of(batch, "factors", side)) for side in (0, 1)]
         if any(basis is None for basis in bases):
-            warnings.warn(
+            warn_caller(
                 f"no eigenvectors were found for a factor of parameter '{batch[0].name}' (tile {batch[0].index}, step "
-                f"{batch[0].step}), in fp64 either; it is left as it is and tried again in the next step",
-                stacklevel=2,
+                f"{batch[0].step}), in fp64 either; it is left as it is and tried again in the next step"
             )
             continue
         for side in (0, 1):

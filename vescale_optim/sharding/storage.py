@@ -14,7 +14,6 @@ All sizes are in elements. The order of buckets is the reverse of registration, 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_optim.caller_warnings import warn_caller
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.bucketing import form_buckets
 from vescale_optim.sharding.collectives import Pending, data_group, is_host_backend
@@ -199,11 +199,10 @@ class ReplicatedStorage:
         different = [i // 2 for i in range(len(sums)) if agreed[i] != -agreed[i + len(sums)]]
         if not different:
             return
-        warnings.warn(
+        warn_caller(
             f"parameter '{self.parameters[indices[different[0]]].name}' differs between ranks (and {len(different) - 1} "
             "more checks); rank 0's values are broadcast. Seed every rank alike or load the same checkpoint; pass "
-            "broadcast_parameters=False to keep different values on purpose",
-            stacklevel=5,
+            "broadcast_parameters=False to keep different values on purpose"
         )
         for handle in [bucket.params.broadcast() for bucket in self.buckets if set(bucket.members) & set(indices)]:
             handle.wait()
