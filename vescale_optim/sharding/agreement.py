@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
-from vescale_optim.sharding.collectives import all_reduce, control_group, gather_objects, new_tag
+from vescale_optim.sharding.collectives import GroupReference, all_reduce, control_group, gather_objects, new_tag
 
 
 def fingerprint(value: object) -> int:
@@ -36,6 +36,8 @@ class Agreement:
         group: the ranks that must agree; the channel is a gloo group over them.
         topic: what they agree on, in words that are the same on every rank.
     """
+
+    group = GroupReference()
 
     def __init__(self, group: ProcessGroup, topic: str) -> None:
         self.group = control_group(group)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, count
 from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,27 @@ class Pending:
     def drop_result(self) -> None:
         """Leave out `finish`: the communication still has to be waited for, its result is not wanted any more."""
         self._finish = None
+
+
+class GroupReference:
+    """An attribute that is a process group, or None, for as long as torch holds the group.
+
+    `destroy_process_group` ends the threads of a group when nobody else refers to it. Those of a group that we kept would
+    live until the interpreter ends, and abort the process where they still have a tensor to free (torch 2.13, gloo).
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_reference_of_{name}"
+
+    def __set__(self, instance: Any, group: ProcessGroup | None) -> None:
+        instance.__dict__[self._name] = None if group is None else ref(group)
+
+    def __get__(self, instance: Any, owner: type) -> ProcessGroup | None:
+        reference = instance.__dict__[self._name]
+        group = None if reference is None else reference()
+        if reference is not None and group is None:
+            raise RuntimeError("the process group was destroyed; construct what used it after init_process_group, again")
+        return group
 
 
 def is_host_backend(group: ProcessGroup, device: torch.device) -> bool:
@@ -351,7 +373,7 @@ def new_group_over(
             del names[stand_in]
 
 
-_control_groups: dict[str, ProcessGroup] = {}
+_control_groups: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 _tags: dict[str, Iterator[int]] = {}
 
 
@@ -377,7 +399,7 @@ def data_group(group: ProcessGroup, device_type: str) -> ProcessGroup:
     return new_group_like(group)
 
 
-_shared_data_groups: dict[str, ProcessGroup] = {}
+_shared_data_groups: WeakValueDictionary[str, ProcessGroup] = WeakValueDictionary()
 
 
 def shared_data_group(group: ProcessGroup, device_type: str) -> ProcessGroup:

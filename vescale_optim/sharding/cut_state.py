@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from vescale_optim.sharding.collectives import all_reduce
+from vescale_optim.sharding.collectives import GroupReference, all_reduce
 from vescale_optim.sharding.cut_units import CutUnits, cut_rows
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 
@@ -61,6 +61,8 @@ class CutState:
         mesh: the parameters' own.
         group: all its ranks, on the device of the messages.
     """
+
+    _group = GroupReference()
 
     def __init__(self, mesh: DeviceMesh, group: ProcessGroup) -> None:
         self._mesh = mesh

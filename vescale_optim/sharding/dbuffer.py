@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from vescale_optim.sharding.buffer_pool import BufferPool
 from vescale_optim.sharding.collectives import (
+    GroupReference,
     Pending,
     all_gather,
     all_reduce,
@@ -42,6 +43,8 @@ class DBuffer:
         dtype, device: of the storage. New storage is zero, padding included.
         with_full: hold the global buffer, the shards being views of it.
     """
+
+    group = GroupReference()
 
     def __init__(
         self,

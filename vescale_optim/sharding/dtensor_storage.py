@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.buffer_pool import BufferPool
-from vescale_optim.sharding.collectives import broadcast
+from vescale_optim.sharding.collectives import GroupReference, broadcast
 from vescale_optim.sharding.cut_state import CutParameter, CutState
 from vescale_optim.sharding.cut_units import find_cut_units
 from vescale_optim.sharding.exchange import Arrival, Exchange, RoutedTensor
@@ -73,16 +73,33 @@ class Grid:
     row: int
     column: int
 
-    @cached_property
+    @property
     def column_group(self) -> ProcessGroup | None:
         """The ranks of this row, in the order of columns."""
-        return axes_group(self.mesh, self.axes) if self.shape.num_columns > 1 else None
+        return self._columns.group
 
-    @cached_property
+    @property
     def row_group(self) -> ProcessGroup | None:
         """The ranks of this column, in the order of rows."""
+        return self._rows.group
+
+    @cached_property
+    def _columns(self) -> _Line:
+        return _Line(axes_group(self.mesh, self.axes) if self.shape.num_columns > 1 else None)
+
+    @cached_property
+    def _rows(self) -> _Line:
         others = tuple(axis for axis in range(self.mesh.ndim) if axis not in self.axes)
-        return axes_group(self.mesh, others) if self.shape.num_rows > 1 else None
+        return _Line(axes_group(self.mesh, others) if self.shape.num_rows > 1 else None)
+
+
+class _Line:
+    """The group of a row or column of the grid; made at its first use, by all its ranks."""
+
+    group = GroupReference()
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
 
 
 @dataclass(eq=False)

@@ -10,6 +10,8 @@ torch makes one process group per mesh axis. The exchange also needs the ranks t
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary, ref
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_optim.sharding.collectives import is_alive, new_group_over
 
-_groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
-_flat_meshes: dict[tuple[tuple[int, ...], str], tuple[DeviceMesh, ProcessGroup]] = {}
+_groups: WeakValueDictionary[tuple[tuple[int, ...], str], ProcessGroup] = WeakValueDictionary()
+_flat_meshes: dict[tuple[tuple[int, ...], str], tuple[DeviceMesh, ref[ProcessGroup]]] = {}
 
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,8 +55,8 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     key = tuple(dist.get_process_group_ranks(group)), mesh.device_type
     known = _flat_meshes.get(key)
     # After destroy_process_group a mesh of old cannot find its group any more.
-    if known is None or known[1] is not group:
-        known = _flat_meshes[key] = DeviceMesh.from_group(group, mesh.device_type), group
+    if known is None or known[1]() is not group:
+        known = _flat_meshes[key] = DeviceMesh.from_group(group, mesh.device_type), ref(group)
     return known[0]
 
 

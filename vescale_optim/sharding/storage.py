@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from vescale_optim.caller_warnings import warn_caller
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.bucketing import form_buckets
-from vescale_optim.sharding.collectives import Pending, data_group, is_host_backend
+from vescale_optim.sharding.collectives import GroupReference, Pending, data_group, is_host_backend
 from vescale_optim.sharding.dbuffer import DBuffer
 from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.gradient_reduction import FlushKind, GradientReduction
@@ -80,6 +80,8 @@ class ReplicatedStorage:
         bucket_bytes: size of a bucket.
         broadcasts: compare the ranks' values at construction and take rank 0's where they differ.
     """
+
+    _group = GroupReference()
 
     def __init__(
         self,

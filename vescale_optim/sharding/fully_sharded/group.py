@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement, Replicate
 
-from vescale_optim.sharding.collectives import Pending
+from vescale_optim.sharding.collectives import GroupReference, Pending
 from vescale_optim.sharding.dbuffer import DBuffer, view_in_full
 from vescale_optim.sharding.fully_sharded.eager import eager
 from vescale_optim.sharding.fully_sharded.layout import ShardLayout
@@ -65,6 +65,8 @@ class ShardedGroup:
         holds_means: a reduction wrote gradient shards that are not published yet.
         is_launched: the group took part in this backward's reductions.
     """
+
+    group = GroupReference()
 
     def __init__(
         self,
