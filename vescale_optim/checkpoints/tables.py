@@ -20,7 +20,7 @@ def render(contents: CheckpointContents, most: int | None = None) -> str:
     Args:
         most: lines of the table of tensors; None for all.
     """
-    tensors = list(contents.tensors.values())
+    tensors = [tensor for _, tensor in sorted(contents.tensors.items())]
     size, files = format_bytes(contents.num_bytes), contents.file_ends()
     lines = [
         f"{contents.path}: {len(tensors):,} tensors, {size} in {len(files)} files, "

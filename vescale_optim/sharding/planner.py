@@ -345,4 +345,6 @@ def _driver(drafts: Sequence[Draft], items: dict[int, Item], num_ranks: int, ali
     if blocks:
         ((block, tensor),) = blocks.items()
         return f"tensor {tensor}: shards are a multiple of its block of {block} elements; {found}"
+    if unit <= align:
+        return f"cuts are at multiples of {align} elements; {found}"
     return f"tensor {by_unit}: no better place was found for units of up to {unit} elements; {found}"

@@ -196,15 +196,18 @@ class ReplicatedStorage:
 
     def _make_equal(self, indices: range) -> None:
         """Compare the ranks' parameter values; where they differ, say so and take rank 0's."""
-        sums = [value for index in indices for value in checksum(self.parameters[index].param)]
+        checked = [(index, value) for index in indices for value in checksum(self.parameters[index].param)]
+        sums = [value for _, value in checked]
         agreed = self.agreement.maximum(sums + [-value for value in sums])
-        different = [i // 2 for i in range(len(sums)) if agreed[i] != -agreed[i + len(sums)]]
+        differences = zip(checked, agreed, agreed[len(sums) :], strict=False)
+        different = sorted({index for (index, _), largest, negated in differences if largest != -negated})
         if not different:
             return
+        more = f" and those of {len(different) - 1} others" if len(different) > 1 else ""
         warn_caller(
-            f"parameter '{self.parameters[indices[different[0]]].name}' differs between ranks (and {len(different) - 1} "
-            "more checks); rank 0's values are broadcast. Seed every rank alike or load the same checkpoint; pass "
-            "broadcast_parameters=False to keep different values on purpose"
+            f"the values of parameter '{self.parameters[different[0]].name}'{more} differ between ranks; rank 0's are "
+            "broadcast. Seed every rank alike or load the same checkpoint; pass broadcast_parameters=False to keep "
+            "different values on purpose"
         )
         for handle in [bucket.params.broadcast() for bucket in self.buckets if set(bucket.members) & set(indices)]:
             handle.wait()
