@@ -1,7 +1,8 @@
 """clip_grad_norm_: the norm of all gradients, however they are stored.
 
 torch's own takes one mesh at a time (torch 2.13: "must have the same mesh", "mixed torch.Tensor and DTensor"). Here every
-rank takes norms of what it holds, and two vectors per kind of gradient travel, whatever the number of gradients:
+rank takes norms of what it holds, and two vectors per kind of gradient travel, whatever the number of gradients, after one
+message for each mesh that tells whose gradients do not lie like their parameters:
 
     maximum over the ranks that hold the same   one of them may have no gradient, which counts as zeros
     sum over the ranks that hold different parts
@@ -20,13 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.collectives import all_reduce
-from vescale_optim.sharding.gradient_placements import (
-    GradientPlacements,
-    explain_difference,
-    find_difference,
-    lowest_of,
-    placement_mark,
-)
+from vescale_optim.sharding.gradient_placements import GradientPlacements, lowest_of, placement_mark
 from vescale_optim.sharding.meshes import axes_group, mesh_group
 
 
@@ -97,11 +92,8 @@ def _lay_like_parameters(params: Sequence[Tensor]) -> None:
         marks = [placement_mark(param) for param in members]
         agreed = agreement.maximum([*marks, *lowest_of(marks)])
         marks, lowest = agreed[: len(members)], agreed[len(members) :]
-        different = find_difference(marks, lowest)
-        if different is not None:
-            agreement.raise_fault(explain_difference(f"number {different}", members[different]))
         placements = GradientPlacements()
-        placements.learn(marks, members, agreement)
+        placements.learn(marks, lowest, members, [f"number {index}" for index in range(len(members))], agreement)
         for param, mark in zip(members, marks, strict=True):
             if mark > 0:
                 param.grad = placements.like_parameter(param, mark)

@@ -33,14 +33,7 @@ from vescale_optim.sharding.collectives import GroupReference, broadcast
 from vescale_optim.sharding.cut_state import CutParameter, CutState
 from vescale_optim.sharding.cut_units import find_cut_units
 from vescale_optim.sharding.exchange import Arrival, Exchange, RoutedTensor
-from vescale_optim.sharding.gradient_placements import (
-    ABSENT,
-    GradientPlacements,
-    explain_difference,
-    find_difference,
-    lowest_of,
-    placement_mark,
-)
+from vescale_optim.sharding.gradient_placements import ABSENT, GradientPlacements, lowest_of, placement_mark
 from vescale_optim.sharding.live_modules import ParameterOwners
 from vescale_optim.sharding.meshes import axes_group, flat_mesh, mesh_group
 from vescale_optim.sharding.owners import GridShape, OwnedUnits, choose_owners
@@ -179,7 +172,7 @@ class DTensorStorage:
         """Choose owners for further parameters and plan their exchange; every rank calls this with the same ones.
 
         Raises:
-            ValueError: a parameter whose local tensor cannot be updated flat, by name.
+            ValueError: a placement that cuts units which an element-wise rule needs whole, by the name of the parameter.
         """
         first = len(self.parameters)
         self.parameters += parameters
@@ -447,11 +440,7 @@ class DTensorStorage:
             self.agreement.raise_fault(fault)
         count = len(params)
         absent, marks, lowest = (agreed[1 + part * count : 1 + (part + 1) * count] for part in range(3))
-        different = find_difference(marks, lowest)
-        if different is not None:
-            managed = self.parameters[different]
-            self.agreement.raise_fault(explain_difference(managed.name, managed.param))
-        self._placements.learn(marks, params, self.agreement)
+        self._placements.learn(marks, lowest, params, [managed.name for managed in self.parameters], self.agreement)
         self._present = [mark != ABSENT for mark in marks]
         self._gradients = {}
         for index, (param, mark) in enumerate(zip(params, marks, strict=True)):

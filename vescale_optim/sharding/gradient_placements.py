@@ -5,7 +5,7 @@ a gradient to its parameter is a collective, so a rank without that gradient has
 
     marks = [placement_mark(param) for param in params]         a number each, 0 where it lies like its parameter
     agree on the maximum of marks and of lowest_of(marks)       one message, with whatever else there is to agree on
-    placements.learn(agreed marks, params, agreement)           communicates only for kinds that were never seen
+    placements.learn(both maxima, params, names, agreement)     communicates only for kinds that were never seen
     placements.like_parameter(param, mark)                      collective where the mark is above 0
 """
 
@@ -43,30 +43,28 @@ def lowest_of(marks: Sequence[int]) -> list[int]:
     return [NEVER if mark == ABSENT else -mark for mark in marks]
 
 
-def find_difference(marks: Sequence[int], lowest: Sequence[int]) -> int | None:
-    """From the maxima over the ranks: the first parameter whose gradients lie differently on different ranks."""
-    pairs = enumerate(zip(marks, lowest, strict=True))
-    return next((index for index, (mark, negated) in pairs if mark not in (ABSENT, -negated)), None)
-
-
-def explain_difference(name: str, param: DTensor) -> str | None:
-    """This rank's words about a gradient that lies differently elsewhere; None where it has none."""
-    if param.grad is None:
-        return None
-    return (
-        f"the gradient of parameter '{name}' of shape {tuple(param.shape)} has placements {tuple(param.grad.placements)} "
-        f"and dtype {param.grad.dtype} here and others on other ranks; give gradients that lie alike on all ranks"
-    )
-
-
 class GradientPlacements:
     """The kinds of gradients that ranks have met, by their marks."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, GradientKind] = {}
 
-    def learn(self, marks: Sequence[int], params: Sequence[DTensor], agreement: Agreement) -> None:
-        """Ask each other what new marks mean; every rank calls this with the agreed marks."""
+    def learn(
+        self,
+        marks: Sequence[int],
+        lowest: Sequence[int],
+        params: Sequence[DTensor],
+        names: Sequence[str],
+        agreement: Agreement,
+    ) -> None:
+        """Ask each other what new marks mean; every rank calls this with the maxima that they agreed on.
+
+        Raises:
+            RuntimeError: on all ranks, where gradients of one parameter lie differently on different ranks.
+        """
+        for mark, negated, param, name in zip(marks, lowest, params, names, strict=True):
+            if mark not in (ABSENT, -negated):
+                agreement.raise_fault(_explain_difference(name, param))
         unknown = {mark: index for index, mark in enumerate(marks) if mark > 0 and mark not in self._kinds}
         if not unknown:
             return
@@ -93,3 +91,13 @@ class GradientPlacements:
 
 def _kind_of(grad: DTensor) -> GradientKind:
     return GradientKind(tuple(grad.placements), grad.dtype)
+
+
+def _explain_difference(name: str, param: DTensor) -> str | None:
+    """This rank's words about a gradient that lies differently elsewhere; None where it has none."""
+    if param.grad is None:
+        return None
+    return (
+        f"the gradient of parameter '{name}' of shape {tuple(param.shape)} has placements {tuple(param.grad.placements)} "
+        f"and dtype {param.grad.dtype} here and others on other ranks; give gradients that lie alike on all ranks"
+    )

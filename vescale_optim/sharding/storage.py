@@ -119,7 +119,7 @@ class ReplicatedStorage:
         """Plan, re-home and hook further parameters; every rank calls this with the same ones.
 
         Raises:
-            ValueError: a parameter that cannot be re-homed (named), or one that DDP also reduces.
+            ValueError: a parameter that DDP also reduces.
         """
         first = len(self.parameters)
         if self.reduction is not None and is_wrapped_by_ddp([managed.param for managed in parameters]):
