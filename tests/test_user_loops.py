@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -197,7 +198,10 @@ IN_FLIGHT = {
     "lr below zero": (dict(lr=-1.0), "lr is -1.0; it must be >= 0"),
     "lr that is text": (dict(lr="1e-3"), "numbers must be numbers"),
     "momentum": (dict(momentum=1.5), "momentum is 1.5"),
-    "another algorithm": (dict(algorithm="adamw", betas=(0.9, 0.99)), "have no state ['exp_avg', 'exp_avg_sq']"),
+    "another algorithm": (dict(algorithm="adamw", betas=(0.9, 0.99)), "algorithm is 'adamw' now and was 'muon'"),
+    "splits": (dict(splits=(3, 4)), "splits is (3, 4) now and was None"),
+    "layout": (dict(matrix_layout="in_out"), "matrix_layout is 'in_out' now and was 'out_in'"),
+    "dtype of the iteration": (dict(ns_dtype="float32"), "ns_dtype is 'float32' now and was 'bfloat16'"),
     "a name too few": (dict(param_names=["wide"]), "parameters and 1 param_names"),
 }
 
@@ -553,3 +557,33 @@ def test_compiled_models_train_alike() -> None:
     """aot_eager runs the same kernels, so the bits are the same; gradients come all at once."""
     for eager, graph in run_ranks(2, compiled):
         assert_same([eager, graph])
+
+
+def step_in(rank: int, world_size: int, mesh: Any, way: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    results = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for is_plain in (True, False):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+            optimizer = ShardedMuon(model.named_parameters(), mesh, lr=0.02)
+            compiled_step = torch.compile(optimizer.step, backend="eager")
+            for number in range(3):
+                model(torch.full((3, 8), 1.0 + number)).square().sum().backward()
+                if is_plain or (way == "inference mode" and number == 2):
+                    optimizer.step()
+                elif way == "inference mode":
+                    with torch.inference_mode():
+                        optimizer.step()
+                else:
+                    compiled_step()
+                optimizer.zero_grad()
+            results.append(values_of(model))
+    return *results, [str(warning.message) for warning in caught if "vescale" in str(warning.message)]
+
+
+@pytest.mark.parametrize("way", ["a compiled step", "inference mode"])
+def test_steps_run_as_they_are_wherever_they_are_called(way: str) -> None:
+    for plain, other, warned in run_ranks(2, step_in, way):
+        assert_same([plain, other])
+        assert warned == []

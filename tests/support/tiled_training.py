@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -79,7 +80,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def resume_under_other_names(
     rank: int, world_size: int, mesh: Any, kind: type[ShardedOptimizer], arguments: dict[str, Any], size: str
 ) -> None:
-    """A run resumed by an optimizer that calls its parameters otherwise, and whose `size` option is edited, continues."""
+    """A run resumed by an optimizer that calls its parameters otherwise continues; an edit of its `size` option does not."""
 
     def run(module: Any, optimizer: Any, steps: range) -> None:
         for step in steps:
@@ -95,7 +96,10 @@ def resume_under_other_names(
         other = parameter_module(values_of(module))
         resumed = kind(other.named_parameters() if named else other.parameters(), mesh, **arguments)
         resumed.load_state_dict(state)
-        resumed.param_groups[0][size] = 5
+        kept, resumed.param_groups[0][size] = resumed.param_groups[0][size], 5
+        with pytest.raises(ValueError, match=rf"{size} is 5 now and was {kept} when the optimizer was made"):
+            resumed.step()
+        resumed.param_groups[0][size] = kept
         run(other, resumed, range(5, STEPS))
         expected = parameter_module(values_of(module))
         again = kind(expected.named_parameters(), mesh, **arguments)

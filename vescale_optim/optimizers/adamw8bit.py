@@ -71,7 +71,7 @@ class ShardedAdamW8bit(ShardedOptimizer):
         options: keywords of every sharded optimizer, see `ShardedOptimizer`. `master_dtype` may be None or float32.
 
     A group may set all of these but `params` and `mesh`, and `bits=32` for fp32 moments. What decides the form of the
-    state (`bits`, `min_8bit_size`, `block_size`, `block_shape`) is read at construction only.
+    state (`bits`, `min_8bit_size`, `block_size`, `block_shape`) cannot change after construction.
 
     A NaN or infinite gradient makes its whole block NaN, since the scale does: let a GradScaler or `clip_grad_norm_` with
     `error_if_nonfinite=True` stop such steps.

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_optim.caller_warnings import warn_caller
+from vescale_optim.optimizers.declaration import Declaration
 from vescale_optim.optimizers.declaring import declared_blocks
 from vescale_optim.optimizers.describe import describe_algorithms, describe_storages
 from vescale_optim.optimizers.groups import (
@@ -41,13 +42,14 @@ from vescale_optim.optimizers.groups import (
     warn_about_misspelt,
 )
 from vescale_optim.optimizers.rule import Group, Rule, StateSpec
-from vescale_optim.optimizers.rule_checks import check_blocks, check_is_rule, check_state_specs
+from vescale_optim.optimizers.rule_checks import check_is_rule
 from vescale_optim.optimizers.state import check_rule, check_state, copy_state, reset_state
 from vescale_optim.optimizers.torch_state import full_state_dict
 from vescale_optim.optimizers.update import BucketUpdate, run
 from vescale_optim.sharding.agreement import Agreement, fingerprint
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.dtensor_storage import DTensorStorage
+from vescale_optim.sharding.eager import eager
 from vescale_optim.sharding.meshes import flat_mesh, mesh_group
 from vescale_optim.sharding.parameters import ManagedParameter, check_dtensor, check_plain, forget_gradient
 from vescale_optim.sharding.storage import ReplicatedStorage
@@ -249,6 +251,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         """Nothing is managed yet; the first use plans, on all ranks."""
         self._storages: dict[object, Storage] = {}
         self._homes: dict[Tensor, tuple[Storage, int]] = {}
+        self._declarations: dict[Tensor, Declaration] = {}
         self._loads: dict[int, float] = {}
 
     @property
@@ -331,17 +334,15 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
     def _declared(self, name: str, param: Tensor, group: Group) -> ManagedParameter:
         """A parameter with what its rule declares about it."""
         rule = self.rule_of(group)
-        blocks = check_blocks(rule, rule.blocks(param.shape, group), name, param.shape)
-        specs = rule.state_spec(param.shape, group)
-        check_state_specs(rule, specs, blocks, name)
+        declaration = self._declarations[param] = Declaration.of(rule, name, param.shape, group)
         return ManagedParameter(
             name,
             param,
-            blocks,
+            declaration.blocks,
             rule.cost(param.shape, group),
             is_elementwise=rule.is_elementwise,
-            has_unit_state=any(spec.where == "unit" for spec in specs),
-            wire_dtype=rule.wire_dtype(group),
+            has_unit_state=any(spec.where == "unit" for spec in declaration.specs),
+            wire_dtype=declaration.wire_dtype,
             num_measured=rule.num_measured(param.shape, group),
         )
 
@@ -355,7 +356,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             storage = self._storages.pop(key)
             storage.retire()
             for managed in storage.parameters:
-                del self._homes[managed.param]
+                del self._homes[managed.param], self._declarations[managed.param]
                 self.state.pop(managed.param, None)
 
     def _departed(self) -> list[object]:
@@ -407,14 +408,18 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     # -- step --------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Update all parameters that have a gradient on any rank; collective.
+        """Update all parameters that have a gradient on any rank; collective. A compiled loop runs it as it is.
 
         Raises:
             RuntimeError: on all ranks, where one found a fault; parameters and state are untouched then.
             ValueError: on all ranks, where hyperparameters or the set of parameters differ.
         """
+        return eager(ShardedOptimizer._step)(self, closure)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Tensor] | None) -> Tensor | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -463,23 +468,16 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 )
             if agreed[2] != -agreed[3]:
                 storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
             self._check_hyperparameters(group)
-            self.rule_of(group).check_step(group, self.state)
-            self._check_algorithm(group)
+            self._check_declarations(names_of(group, number), group)
 
-    def _check_algorithm(self, group: Group) -> None:
-        """Raise where a group was given another algorithm than the one whose state its parameters have."""
-        param = next((param for param in group["params"] if param in self._homes), None)
-        if param is None:
-            return
-        specs = self.rule_of(group).state_spec(param.shape, group)
-        missing = [spec.name for spec in specs if spec.name not in self.state[param]]
-        if missing:
-            raise ValueError(
-                f"a group has algorithm {group['algorithm']!r} and its parameters have no state {missing}: what decides the "
-                "state of a parameter is read at construction; construct the optimizer with it"
-            )
+    def _check_declarations(self, names: Sequence[str], group: Group) -> None:
+        """Raise where a group was edited so that its rule would need other blocks or state than parameters have."""
+        for name, param in zip(names, group["params"], strict=True):
+            declaration = self._declarations.get(param)
+            if declaration is not None and not declaration.is_of(group):
+                self._declarations[param] = declaration.renewed(self.rule_of(group), name, param.shape, group)
 
     def _skips_step(self) -> bool:
         """Whether a rule cannot take the gradients (see `Rule.max_gradient`); the same on all ranks."""

@@ -29,14 +29,15 @@ def names_of(group: Group, number: int) -> list[str]:
 
 def hyperparameters_of(group: Group) -> dict[str, Any]:
     """Everything a group says but its parameters, in values that print alike on every rank."""
-    return {name: _plain(value) for name, value in sorted(group.items()) if name not in ("params", "param_names")}
+    return {name: plain(value) for name, value in sorted(group.items()) if name not in ("params", "param_names")}
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """A hyperparameter in a value that compares, and prints alike on every rank."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     # Other objects (a tag, a function) print with their address: their kind has to do.
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 

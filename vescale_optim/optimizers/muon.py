@@ -61,7 +61,8 @@ class ShardedMuon(ShardedOptimizer):
         params: what torch.optim takes (parameters, named parameters, groups), or a module.
         mesh: device mesh of the ranks that train together.
         lr, weight_decay, momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as in `torch.optim.Muon`, but
-            for momentum of norm below `eps`: there torch's direction shrinks, and ours keeps its length (`orthogonalize`).
+            for momentum of norm below `eps` or above 1e19: there torch's direction shrinks to nothing, and ours keeps its
+            length (`orthogonalize`).
         ns_dtype: dtype of the Newton-Schulz iteration.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: defaults of the AdamW groups.
         head: with a module: its output head, where the module does not say (see `muon_param_groups`).

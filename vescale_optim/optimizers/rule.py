@@ -17,7 +17,7 @@ columns) where FSDP2, tensor or expert parallelism do. `Shards.regions` says whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -141,12 +141,6 @@ class Rule:
     def state_spec(self, shape: Sequence[int], group: Group) -> list[StateSpec]:
         """State of a parameter of this shape."""
         return []
-
-    def check_step(self, group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Raise where a group changed since construction in a way that its state does not allow.
-
-        Called in every step, on every rank alike, before anything changes; `state` is the optimizer's, by parameter.
-        """
 
     def wire_dtype(self, group: Group) -> torch.dtype | None:
         """dtype in which units and directions travel between ranks, where they must; None for what the moves return.

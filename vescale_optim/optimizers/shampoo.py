@@ -16,8 +16,8 @@ Tiles are cut from the logical parameter, so the result is the same on any numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -164,17 +164,6 @@ class ShardedShampoo(TiledOptimizer):
         smallest = MAX_CONDITION ** -(root or UNIT_ROOT)
         allowed = f">= {smallest:.1e} where root_inv_override is {root}, or products of roots overflow"
         require(group["matrix_eps"] >= smallest, "matrix_eps", group["matrix_eps"], allowed)
-
-    def check_step(self, group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        needed = moment_names(group)
-        for number, param in enumerate(group["params"]):
-            missing = [name for name in needed if name not in state.get(param, needed)]
-            if missing:
-                name = group["param_names"][number] if "param_names" in group else f"number {number} of its group"
-                raise RuntimeError(
-                    f"parameter {name!r} has no state {missing}: its group now has momentum={group['momentum']} and "
-                    f"grafting={group['grafting']!r}, which need it; give momentum > 0 and the grafting at construction"
-                )
 
     def blocks(self, shape: Sequence[int], group: Group) -> Blocks:
         return tile_blocks(shape, group["max_preconditioner_dim"], group)

@@ -22,9 +22,9 @@ class TiledOptimizer(ShardedOptimizer):
 
     max_gradient = MAX_GRADIENT
 
-    # Blocks of the parameters whose tiles take turns, and by their ids the turns. Every parameter was planned with a
-    # Blocks object of its own, which says which one it is: names and hyperparameters of groups change.
-    _counted: tuple[Blocks, ...] = ()
+    # Parameters whose tiles take turns, each with the Blocks it was planned with, which are its own; and the turns by the
+    # ids of those. Names and hyperparameters of groups change.
+    _counted: tuple[tuple[Tensor, Blocks | None], ...] = ()
     _turns: MappingProxyType[int, tuple[int, ...]] = MappingProxyType({})
 
     def is_fallback(self, shape: Sequence[int], group: Group) -> bool:
@@ -45,16 +45,35 @@ class TiledOptimizer(ShardedOptimizer):
         super()._update()
 
     def _count_turns(self) -> None:
-        """Count anew where groups hold other planned parameters than before, frozen or not; the same on all ranks."""
-        homes = [
-            self._homes[param]
-            for group in self.param_groups
-            if self.rule_of(group) is self
-            for param in group["params"]
-            if param in self._homes
+        """Count anew where groups hold other parameters than before, or more of them are planned; the same on all ranks.
+
+        Frozen parameters have their turns too, planned or not: freezing some, then or in a later run, shifts no others.
+        """
+        members = [
+            (param, group) for group in self.param_groups if self.rule_of(group) is self for param in group["params"]
         ]
-        counted = tuple(storage.parameters[index].blocks for storage, index in homes)
-        ids = tuple(map(id, counted))
-        if ids != tuple(self._turns):
-            self._counted = counted
-            self._turns = MappingProxyType(dict(zip(ids, turns_of(counted), strict=True)))
+        planned = tuple((param, self._planned_blocks(param)) for param, _ in members)
+        if len(planned) == len(self._counted) and all(
+            new is old for pair in zip(planned, self._counted, strict=True) for new, old in zip(*pair, strict=True)
+        ):
+            return
+        counted = [known or self._blocks_if_any(*member) for (_, known), member in zip(planned, members, strict=True)]
+        turns = iter(turns_of([blocks for blocks in counted if blocks is not None]))
+        all_turns = [() if blocks is None else next(turns) for blocks in counted]
+        self._counted = planned
+        self._turns = MappingProxyType(
+            {id(known): own for (_, known), own in zip(planned, all_turns, strict=True) if known is not None}
+        )
+
+    def _blocks_if_any(self, param: Tensor, group: Group) -> Blocks | None:
+        """Blocks of a parameter that is not planned; None where its group does not fit it, so that it never can be."""
+        try:
+            return self.blocks(param.shape, group)
+        except ValueError:
+            return None
+
+    def _planned_blocks(self, param: Tensor) -> Blocks | None:
+        if param not in self._homes:
+            return None
+        storage, index = self._homes[param]
+        return storage.parameters[index].blocks

@@ -37,7 +37,7 @@ from vescale_optim.sharding.gradient_placements import ABSENT, GradientPlacement
 from vescale_optim.sharding.live_modules import ParameterOwners
 from vescale_optim.sharding.meshes import axes_group, flat_mesh, mesh_group
 from vescale_optim.sharding.owners import GridShape, OwnedUnits, choose_owners
-from vescale_optim.sharding.parameters import ManagedParameter, find_orphan, forget_gradient
+from vescale_optim.sharding.parameters import ManagedParameter, find_orphan, forget_gradient, sparse_gradient
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.rank_shares import RankShares
 from vescale_optim.sharding.regions import Part, PlacedRegions, flat_extent, region_of
@@ -446,7 +446,8 @@ class DTensorStorage:
         for index, (param, mark) in enumerate(zip(params, marks, strict=True)):
             grad = self._placements.like_parameter(param, mark)
             if grad is not None:
-                self._gradients[index] = _flat_local(grad)
+                # An expanded or sliced gradient stays strided when it is flattened.
+                self._gradients[index] = _flat_local(grad).contiguous()
         self._share_among_replicas([index for index in range(count) if self._present[index] and absent[index]])
         return agreed[1 + 3 * count :]
 
@@ -474,6 +475,8 @@ class DTensorStorage:
                     f"the gradient of parameter '{managed.name}' is {kind} of shape {tuple(grad.shape)}, but the parameter "
                     f"is a DTensor of placements {param.placements} on {param.device_mesh}; give a DTensor on its mesh"
                 )
+            if grad is not None and grad._local_tensor.layout != torch.strided:
+                return sparse_gradient(managed)
             if grad is not None and grad.placements == param.placements and grad._local_tensor.numel() != numel:
                 return (
                     f"the gradient of parameter '{managed.name}' of shape {tuple(param.shape)} has "

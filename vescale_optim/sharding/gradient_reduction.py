@@ -34,6 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from vescale_optim.sharding.agreement import Agreement
 from vescale_optim.sharding.buffer_pool import BufferPool
 from vescale_optim.sharding.dbuffer import view_in_full
+from vescale_optim.sharding.eager import eager
 from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, is_wrapped_by_ddp
 from vescale_optim.sharding.ragged import RaggedTensor
@@ -132,8 +133,8 @@ class GradientReduction:
         # nobody holds is made anew, without the hook.
         node = torch.autograd.graph.get_gradient_edge(param).node
         self._nodes.append(node)
-        before = partial(torch.compiler.disable(_before_accumulation), weakref.ref(self), bucket, slot)
-        after = partial(torch.compiler.disable(_after_accumulation), weakref.ref(self), bucket, slot)
+        before = partial(eager(_before_accumulation), weakref.ref(self), bucket, slot)
+        after = partial(eager(_after_accumulation), weakref.ref(self), bucket, slot)
         self._handles.append(node.register_prehook(before))
         self._handles.append(param.register_post_accumulate_grad_hook(after))
 

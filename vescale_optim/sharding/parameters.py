@@ -104,6 +104,14 @@ def find_orphan(owners: ParameterOwners, parameters: Sequence[ManagedParameter])
     )
 
 
+def sparse_gradient(managed: ManagedParameter) -> str:
+    """What to say about a gradient that is no dense tensor."""
+    return (
+        f"the gradient of parameter '{managed.name}' of shape {tuple(managed.param.shape)} is sparse; make the embedding "
+        "with sparse=False, or give its gradient as grad.to_dense()"
+    )
+
+
 def forget_gradient(param: Tensor, *, set_to_none: bool) -> None:
     """What `Optimizer.zero_grad` does to one parameter."""
     if param.grad is None:

@@ -128,6 +128,13 @@ def _local_of_other_tensor(func: Any, x: Tensor, layout: RaggedLayout | None) ->
             "storage was replaced after the optimizer was made (module.to(dtype) and the like), which drops the hooks; "
             "convert the model first, then construct the optimizer"
         )
+    if func in _ADDITIONS and type(x) is Tensor and x.shape == layout.shape:
+        raise ValueError(
+            f"a plain tensor of shape {tuple(x.shape)} cannot be added to a sharded one: it may be one rank's part of a "
+            "sum, or the same on every rank; RaggedTensor.from_replicate(full, mesh, placements) shards what is the same. "
+            "Zero-bubble pipelines add one rank's gradients themselves: give the optimizer grad_sync='none' and average "
+            "gradients before step(), or shard the stages with torch's fully_shard"
+        )
     raise ValueError(
         f"{func}: a RaggedTensor of shape {tuple(layout.shape)} met a {type(x).__name__} of shape {tuple(x.shape)}; "
         "only 0-dim tensors and RaggedTensors of the same layout go together with it. "

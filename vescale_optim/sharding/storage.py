@@ -32,7 +32,7 @@ from vescale_optim.sharding.dbuffer import DBuffer
 from vescale_optim.sharding.gradient_bucket import GradientBucket
 from vescale_optim.sharding.gradient_reduction import FlushKind, GradientReduction
 from vescale_optim.sharding.live_modules import DDP_MESSAGE, ParameterOwners, is_wrapped_by_ddp
-from vescale_optim.sharding.parameters import ManagedParameter, checksum, find_orphan, forget_gradient
+from vescale_optim.sharding.parameters import ManagedParameter, checksum, find_orphan, forget_gradient, sparse_gradient
 from vescale_optim.sharding.planner import BufferPlan
 from vescale_optim.sharding.ragged import RaggedShard, RaggedTensor
 from vescale_optim.sharding.rank_shares import RankShares
@@ -302,7 +302,8 @@ class ReplicatedStorage:
         if grads is not None:
             return grads.shards.shard_view(slot)
         extent = self.buckets[bucket].plan.extent(slot, self.rank)
-        return self.parameters[index].param.grad.reshape(-1).narrow(0, extent.start, extent.numel)
+        # Kernels of rules take flat shards: an expanded or sliced gradient stays strided when it is flattened.
+        return self.parameters[index].param.grad.reshape(-1).narrow(0, extent.start, extent.numel).contiguous()
 
     def state_view(self, index: int, state: DTensor) -> Tensor:
         """The flat local part of a state: it lies like the shard, or like its units."""
@@ -407,6 +408,8 @@ class ReplicatedStorage:
                     "optimizer was made (module.to(dtype or device), .half() and the like); convert the model first, "
                     "then construct the optimizer"
                 )
+            if self.reduction is None and param.grad is not None and param.grad.layout != torch.strided:
+                return sparse_gradient(managed)
             if checks_hooks and param.requires_grad and self.reduction.has_lost_hooks(bucket, slot):
                 return (
                     f"autograd's accumulation node of parameter '{managed.name}' was replaced after the optimizer was "

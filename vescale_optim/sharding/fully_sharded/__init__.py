@@ -7,6 +7,5 @@
     schedule     what the modules under one root share: order, prefetching, reductions under way, the end of backward
     module_state the hooks of one wrapped module
     state_dict   saving shards, loading anything
-    eager        functions that torch.compile leaves alone
     tensors      tensors inside the arguments and results of modules
 """

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from vescale_optim.sharding.collectives import GroupReference, Pending
 from vescale_optim.sharding.dbuffer import DBuffer, view_in_full
-from vescale_optim.sharding.fully_sharded.eager import eager
+from vescale_optim.sharding.eager import eager
 from vescale_optim.sharding.fully_sharded.layout import ShardLayout
 from vescale_optim.sharding.fully_sharded.memory import CAN_SWAP
 from vescale_optim.sharding.fully_sharded.slots import ParameterSlot

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_optim.sharding.fully_sharded.eager import eager
+from vescale_optim.sharding.eager import eager
 from vescale_optim.sharding.fully_sharded.group import Form, ShardedGroup
 from vescale_optim.sharding.fully_sharded.schedule import ForwardPass, Schedule, is_in_backward
 from vescale_optim.sharding.fully_sharded.tensors import cast_floating, map_tensors, tensors_that_require_grad
