@@ -27,6 +27,7 @@ from tests.support.models import KINDS, loss_of, make_batch, make_model
 from tests.support.ranks import run_ranks
 from tests.support.values import MIXED_SHAPES, parameter_values, rank_gradients
 from vescale_optim import ShardedAdamW, ShardedAdamW8bit, ShardedMuon, ShardedShampoo, ShardedSOAP
+from vescale_optim.sharding import ragged_torch_2_11
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.fully_shard import FullyShardedModule, fully_shard
 from vescale_optim.sharding.fully_sharded.group import Form, ShardedGroup
@@ -498,6 +499,8 @@ LOOPS = [
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_odd_modules_and_loops_give_what_one_device_gives(loop: str) -> None:
+    if ragged_torch_2_11.IS_NEEDED and loop.startswith("penalty"):
+        pytest.skip("torch 2.11 accumulates by stock DTensor ops")
     expected, without = run_oddities(0, 1, None, loop)
     for values, sharded_without in run_ranks(2, run_oddities, loop):
         assert sharded_without == without

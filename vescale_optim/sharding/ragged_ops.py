@@ -131,7 +131,8 @@ def _local_of_other_tensor(func: Any, x: Tensor, layout: RaggedLayout | None) ->
     if func in _ADDITIONS and type(x) is Tensor and x.shape == layout.shape:
         raise ValueError(
             f"a plain tensor of shape {tuple(x.shape)} cannot be added to a sharded one: it may be one rank's part of a "
-            "sum, or the same on every rank; RaggedTensor.from_replicate(full, mesh, placements) shards what is the same. "
+            "sum, or the same on every rank. RaggedTensor.from_replicate(full, mesh, placements) shards what is the same; "
+            ".full_tensor() gathers what is sharded. "
             "Zero-bubble pipelines add one rank's gradients themselves: give the optimizer grad_sync='none' and average "
             "gradients before step(), or shard the stages with torch's fully_shard"
         )

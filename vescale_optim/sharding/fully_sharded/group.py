@@ -28,7 +28,6 @@ from vescale_optim.sharding.collectives import GroupReference, Pending
 from vescale_optim.sharding.dbuffer import DBuffer, view_in_full
 from vescale_optim.sharding.eager import eager
 from vescale_optim.sharding.fully_sharded.layout import ShardLayout
-from vescale_optim.sharding.fully_sharded.memory import CAN_SWAP
 from vescale_optim.sharding.fully_sharded.slots import ParameterSlot
 from vescale_optim.sharding.ragged import RaggedTensor
 from vescale_optim.sharding.ragged_layout import RaggedShard
@@ -182,8 +181,7 @@ class ShardedGroup:
         if self.form is not Form.GATHERING:
             return
         self._wait_for_gather()
-        if self._arriving is not self.whole:
-            self.schedule.memory.hand_over(self._arriving.full, self.whole.full)
+        self.schedule.memory.hand_over(self._arriving.full, self.whole.full)
         for index, slot in enumerate(self.slots):
             self._follow_requires_grad(index)
             slot.register(slot.whole)
@@ -217,14 +215,12 @@ class ShardedGroup:
         A gather fills another one, whose memory the first then gets: what reads parameters too early, a backward that
         fully_shard knows nothing of, finds none and raises, instead of computing with half of them.
         """
-        self.whole = self._arriving = self._make_global()
+        self.whole, self._arriving = self._make_global(), self._make_global()
         for index, slot in enumerate(self.slots):
             # .data: a version counter of its own. Gathering again is no edit of what forward saved.
             slot.whole = nn.Parameter(self.whole.full_view(index, slot.shape).data, requires_grad=False)
         self.whole.free_full()
-        if CAN_SWAP:
-            self._arriving = self._make_global()
-            self._arriving.free_full()
+        self._arriving.free_full()
 
     def _make_global(self) -> DBuffer:
         return DBuffer(self.plan, self.group, self.gathered_dtype, self.shards.device, with_full=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, UntypedStorage
 
-# torch 2.13 has it, 2.11 does not: there, memory is allocated and freed every time, and gathered into in place.
+# torch 2.13 has it, 2.11 does not: there, memory is allocated and freed every time, and handing over is a copy.
 CAN_SWAP = hasattr(UntypedStorage, "_swap_data_ptr_")
 
 
@@ -56,7 +56,12 @@ class BufferMemory:
 
     def hand_over(self, source: Tensor, target: Tensor) -> None:
         """Give the memory and contents of `source` to `target`, a buffer of its size whose storage has none."""
-        target.untyped_storage()._swap_data_ptr_(source.untyped_storage())
+        if CAN_SWAP:
+            target.untyped_storage()._swap_data_ptr_(source.untyped_storage())
+            return
+        target.untyped_storage().resize_(source.untyped_storage().nbytes())
+        target.copy_(source)
+        source.untyped_storage().resize_(0)
 
     def reclaim(self, buffer: Tensor) -> None:
         """Take the memory of a `lend` back; whatever was launched on it has been waited for."""
