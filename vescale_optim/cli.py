@@ -69,7 +69,8 @@ def run_plan(options: argparse.Namespace) -> None:
         grad_dtype=DTYPES.get(options.grad_dtype),
     )
     model = read_model(options.model, DTYPES[options.dtype])
-    declaration = declare(model, find_optimizer(options.optimizer), master_dtype=setting.master_dtype)
+    own_options = {} if options.head is None else {"head": options.head}
+    declaration = declare(model, find_optimizer(options.optimizer), master_dtype=setting.master_dtype, **own_options)
     report = report_on(model.label, declaration, setting)
     print(render(report))
     print(f"\nplanned in {report.plan_seconds:.2f} s")
@@ -142,9 +143,9 @@ def _range_of_ranks(text: str) -> list[int]:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is no whole number of at least 1")
     return value
 
 
@@ -168,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--ranks", type=_positive, required=True, help="devices that shard one replica")
     plan.add_argument("--replicas", type=_positive, default=1, help="devices that hold the same shards (HSDP); default 1")
     plan.add_argument("--optimizer", default="muon", help=f"{', '.join(known_optimizers())}, or module:Class; default muon")
+    plan.add_argument("--head", help="output head of a module:callable model, for muon, where the module does not say")
     plan.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the parameters; default bf16")
     plan.add_argument("--master-dtype", choices=("fp32",), help="a wider copy of the parameters, sharded")
     plan.add_argument("--grad-dtype", choices=DTYPES, help="of the gradients; default that of the parameters")

@@ -143,7 +143,9 @@ def _declared(optimizer: ShardedOptimizer, master_dtype: torch.dtype | None) -> 
                 continue
             key = tuple(param.shape), param.dtype
             if key not in known:
-                units = replace(rule.blocks(param.shape, group).units, cost=rule.cost(param.shape, group))
+                # As owners are chosen: a rule that does not say works as much on every element.
+                flops = rule.cost(param.shape, group) or (0.0 if rule.is_elementwise else float(param.numel()))
+                units = replace(rule.blocks(param.shape, group).units, cost=flops)
                 updated = master_dtype or param.dtype
                 specs = (replace(spec, dtype=spec.dtype or updated) for spec in rule.state_spec(param.shape, group))
                 known[key] = units, tuple(specs)

@@ -2,8 +2,8 @@
 
     replicated   parameters whole on every rank, gradients and state in shards: buckets of the optimizer's units, planned
                  by the code that ReplicatedStorage runs (`form_buckets`)
-    sharded      parameters in shards too, layer by layer. Where a layer's units can be kept whole with little padding,
-                 the step sends nothing; else rows are stored, and units travel to owners and back (2 / N of the elements)
+    sharded      parameters in shards too, layer by layer. Where a layer's units can be kept whole with little padding (as
+                 `fully_shard` decides), the step sends nothing; else rows are stored, and units travel to owners and back
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from vescale_optim.capacity.declared import Declaration, DeclaredTensor
 from vescale_optim.sharding.blocks import Blocks
 from vescale_optim.sharding.bucketing import form_buckets
+from vescale_optim.sharding.fully_sharded.layout import keeps_units
 from vescale_optim.sharding.planner import BufferPlan, TensorBlocks, plan_buffer
 from vescale_optim.sharding.planning.balance import Job, assign_jobs
 from vescale_optim.sharding.storage import ALIGN
 
-# Padding that buys a step without communication, as in `form_buckets`.
+# Padding of equal shards that replicated parameters accept, as in `form_buckets`.
 MAX_PADDING = 0.03
 
 
@@ -146,7 +147,8 @@ def _plan_layer(
     units = [tensor.units for tensor in tensors]
     if block_rows is None:
         plan = plan_buffer(units, num_ranks, align=ALIGN)
-        if is_free or plan.padding_fraction <= MAX_PADDING:
+        moved = sum(tensor.units.numel for tensor in tensors if not tensor.is_elementwise)
+        if is_free or keeps_units(plan, moved, num_ranks, tensors[0].dtype.itemsize):
             why = "units whole in the shards: the step sends nothing"
             return PlannedBucket(label, tuple(tensors), plan, count, True, why)
         refused = f"; whole units would pad {plan.padding_fraction:,.0%}"

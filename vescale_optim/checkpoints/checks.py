@@ -80,8 +80,8 @@ def _check_entries(contents: CheckpointContents, wanted: Mapping[str, Any]) -> N
     missing = [name for name in wanted if name not in saved_names]
     if missing:
         raise ValueError(
-            f"checkpoint {contents.path} has no entry '{missing[0]}', and {len(missing) - 1} more are missing; it was saved "
-            "from another model or optimizer"
+            f"checkpoint {contents.path} has no entry '{missing[0]}' ({len(missing)} missing of {len(wanted)}); it was "
+            "saved from another model or optimizer"
         )
     for name, value in wanted.items():
         saved = contents.tensors.get(name)

@@ -39,6 +39,7 @@ from vescale_optim.optimizers.groups import (
     names_of,
     record_of,
     require,
+    unknown_keyword,
     warn_about_misspelt,
 )
 from vescale_optim.optimizers.rule import Group, Rule, StateSpec
@@ -91,6 +92,7 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
 
     Raises:
         ValueError: bad hyperparameters or parameters, by name; or ranks that disagree, on all of them.
+        TypeError: a keyword that the optimizer does not have.
     """
 
     def __init__(
@@ -108,7 +110,10 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         exchange_mib: float = 256,
         broadcast_parameters: bool = True,
         overlap_forward: bool = False,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            raise unknown_keyword(type(self), next(iter(unknown)))
         check_mesh(mesh)
         require(grad_sync in ("reduce_scatter", "none"), "grad_sync", grad_sync, '"reduce_scatter" or "none"')
         if bucket_mib is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +61,15 @@ def warn_about_misspelt(group: Group, known: set[str]) -> None:
         (alike,) = difflib.get_close_matches(key, known, 1, cutoff=0.85) or [None]
         if alike is not None:
             warn_caller(f"a group has the key {key!r}, which nothing reads; the hyperparameter is called {alike!r}")
+
+
+def unknown_keyword(kind: type, name: str) -> TypeError:
+    """The error for a keyword that no constructor of a class and its bases has, with those that look like it."""
+    own = [base.__init__ for base in kind.__mro__ if "__init__" in vars(base) and base.__module__ != "builtins"]
+    known = sorted({key for init in own for key in inspect.signature(init).parameters} - {"self"})
+    alike = difflib.get_close_matches(name, known, 2, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(alike)}?" if alike else ""
+    return TypeError(f"{kind.__name__} has no keyword {name!r}{hint}")
 
 
 def require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -72,7 +72,7 @@ def norms_of(matrices: Tensor) -> Tensor:
 
 def is_ordinary(norm: Tensor, eps: float) -> bool:
     """Whether no square underflowed or overflowed on the way to these norms, and none is too small to divide by."""
-    return bool(((norm > max(eps, 1e-12)) & (norm < 1e15)).all())
+    return all(max(eps, 1e-12) < value < 1e15 for value in norm.tolist())
 
 
 # Up to this many multiplications torch 2.13 sends a single CPU product to another kernel than a batch, and the two round

@@ -36,6 +36,8 @@ def check_blocks(rule: Rule, blocks: object, name: str, shape: Sequence[int]) ->
 
 def check_state_specs(rule: Rule, specs: Sequence[StateSpec], blocks: Blocks, name: str) -> None:
     """Raise ValueError where state is given twice, or for another number of units than the parameter has."""
+    if not isinstance(specs, list | tuple):
+        raise TypeError(f"{type(rule).__name__}.state_spec returned {type(specs).__name__}; return a list of StateSpecs")
     for spec in specs:
         if not isinstance(spec, StateSpec):
             raise TypeError(f"{type(rule).__name__}.state_spec returned {spec!r} among its entries; return StateSpecs")

@@ -38,6 +38,7 @@ from vescale_optim.sharding.fully_sharded.module_state import ModuleState
 from vescale_optim.sharding.fully_sharded.schedule import Schedule
 from vescale_optim.sharding.fully_sharded.slots import ParameterSlot, find_slots, groups_of
 from vescale_optim.sharding.fully_sharded.state_dict import add_state_dict_hooks
+from vescale_optim.sharding.ragged import RaggedTensor
 
 
 class DeclaresBlocks(Protocol):
@@ -283,5 +284,7 @@ def _check_parameter(slot: ParameterSlot) -> None:
             f"{where} is shared with '{_sharded[param]}' of a module wrapped before, which would break the tie; wrap one "
             "module that contains both instead"
         )
+    if isinstance(param.grad, RaggedTensor):
+        raise ValueError(f"{where} belongs to an optimizer already; call fully_shard first, then construct the optimizer")
     if param.grad is not None:
         raise ValueError(f"{where} has a gradient; call fully_shard before the first backward, or zero_grad() first")

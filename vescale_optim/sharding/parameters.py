@@ -99,8 +99,9 @@ def find_orphan(owners: ParameterOwners, parameters: Sequence[ManagedParameter])
         return None
     managed = parameters[index]
     return (
-        f"parameter '{managed.name}' of shape {tuple(managed.param.shape)} is no longer part of its module "
-        "(load_state_dict(assign=True) replaces parameters); load without assign, or construct the optimizer afterwards"
+        f"parameter '{managed.name}' of shape {tuple(managed.param.shape)} is no longer part of its module (torch's "
+        "fully_shard and load_state_dict(assign=True) replace parameters); shard the model, load without assign, and "
+        "construct the optimizer afterwards"
     )
 
 

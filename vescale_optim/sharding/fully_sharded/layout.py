@@ -53,18 +53,28 @@ def choose_layout(blocks: Sequence[Blocks], num_ranks: int, itemsize: int) -> Sh
     by_rows = [_cut_by_rows(entry) for entry in blocks]
     if by_rows == list(blocks) or num_ranks == 1:
         return ShardLayout(units, "units", f"{_percent(units)} padding")
-    share = (num_ranks - 1) / num_ranks
     moved = sum(entry.units.numel for entry, rows in zip(blocks, by_rows, strict=True) if rows is not entry)
-    padding_bytes = 3 * share * units.padding * itemsize
-    exchange_bytes = 2 * share * moved * WIRE_ITEMSIZE
+    padding_bytes, exchange_bytes = bytes_per_step(units, moved, num_ranks, itemsize)
     costs = (
         f"whole units pad {_percent(units)}, {padding_bytes:,.0f} bytes more per step; "
         f"an exchange would move {exchange_bytes:,.0f} bytes"
     )
-    if padding_bytes <= exchange_bytes and units.padding_fraction <= LARGEST_PADDING:
+    if keeps_units(units, moved, num_ranks, itemsize):
         return ShardLayout(units, "units", costs)
     rows = plan_buffer([entry.units for entry in by_rows], num_ranks, align=ALIGN)
     return ShardLayout(rows, "rows", f"{costs}; rows pad {_percent(rows)}")
+
+
+def keeps_units(units: BufferPlan, moved: int, num_ranks: int, itemsize: int) -> bool:
+    """Whether a plan of whole units is worth its padding, where `moved` elements would travel otherwise."""
+    padding_bytes, exchange_bytes = bytes_per_step(units, moved, num_ranks, itemsize)
+    return padding_bytes <= exchange_bytes and units.padding_fraction <= LARGEST_PADDING
+
+
+def bytes_per_step(units: BufferPlan, moved: int, num_ranks: int, itemsize: int) -> tuple[float, float]:
+    """(what the padding of whole units adds to the traffic of a rank, what an exchange of `moved` elements would)."""
+    share = (num_ranks - 1) / num_ranks
+    return 3 * share * units.padding * itemsize, 2 * share * moved * WIRE_ITEMSIZE
 
 
 def _cut_by_rows(blocks: Blocks) -> Blocks:
