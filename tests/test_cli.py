@@ -16,15 +16,16 @@ import torch
 from torch import nn
 
 from tests.support.ranks import run_ranks
-from vescale_optim import ShardedMuon
+from vescale_optim import Blocks, ShardedMuon, ShardedOptimizer
 from vescale_optim.capacity import model_shapes
 from vescale_optim.capacity.amounts import format_bytes, format_flops
 from vescale_optim.capacity.declared import declare, find_optimizer
 from vescale_optim.capacity.model_shapes import ModelShapes, read_model
 from vescale_optim.capacity.report import report_on
 from vescale_optim.capacity.setting import Setting
-from vescale_optim.capacity.storages import plan_replicated
+from vescale_optim.capacity.storages import plan_replicated, plan_sharded
 from vescale_optim.cli import main
+from vescale_optim.sharding.fully_sharded.layout import choose_layout
 
 WIDTH, LAYERS, VOCABULARY = 64, 4, 512
 
@@ -389,3 +390,38 @@ def test_every_optimizer_of_the_package_can_be_planned(listed: Path) -> None:
         declaration = declare(model, find_optimizer(name))
         report = report_on("tiny", declaration, Setting(num_ranks=4))
         assert {row.name: row.largest for row in report.memory}["state"] > 0
+
+
+class RowDirections(ShardedOptimizer):
+    """Needs whole rows, and does not say what they cost."""
+
+    def __init__(self, params: Any, mesh: Any, **options: Any) -> None:
+        super().__init__(params, mesh, dict(lr=0.1), **options)
+
+    def blocks(self, shape: Any, group: Any) -> Blocks:
+        return Blocks.rows(shape, 1)
+
+    def compute(self, units: Any, group: Any) -> list[torch.Tensor]:
+        return [entry.values.clone() for entry in units]
+
+    def apply(self, shards: Any, directions: Any, group: Any) -> None: ...
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_a_layer_is_stored_as_fully_shard_would(num_ranks: int, dtype: torch.dtype) -> None:
+    decided = set()
+    for shapes in ([(96, 96)] * 4, [(96, 288), (96, 96), (384, 96)], [(64, 64), (64, 8)], [(300, 7)]):
+        params = tuple((f"layers.0.w{i}", nn.Parameter(torch.empty(s, dtype=dtype))) for i, s in enumerate(shapes))
+        declaration = declare(ModelShapes("model", params), ShardedMuon)
+        (bucket,) = plan_sharded(declaration, num_ranks).buckets
+        chosen = choose_layout([Blocks.matrices(shape) for shape in shapes], num_ranks, dtype.itemsize)
+        assert bucket.keeps_units == (chosen.kind == "units")
+        decided.add(chosen.kind)
+    assert decided == {"units", "rows"} or num_ranks not in (2, 4)
+
+
+def test_owners_of_a_rule_that_names_no_cost() -> None:
+    params = (("layers.0.w", nn.Parameter(torch.empty(100, 8))),)
+    declaration = declare(ModelShapes("model", params), RowDirections)
+    assert plan_sharded(declaration, 2).owners.flops == (400.0, 400.0)

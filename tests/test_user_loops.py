@@ -587,3 +587,16 @@ def test_steps_run_as_they_are_wherever_they_are_called(way: str) -> None:
     for plain, other, warned in run_ranks(2, step_in, way):
         assert_same([plain, other])
         assert warned == []
+
+
+UNKNOWN = {"betas": "; did you mean adamw_betas", "bucket_mb": "; did you mean bucket_mib", "nonsense": "'$"}
+
+
+def misspell(rank: int, world_size: int, mesh: Any) -> None:
+    for key, text in UNKNOWN.items():
+        with pytest.raises(TypeError, match=f"^ShardedMuon has no keyword '{key}.*{text}"):
+            make(mesh, **{key: 1})
+
+
+def test_unknown_keywords_are_named_with_what_looks_like_them() -> None:
+    run_ranks(1, misspell)
