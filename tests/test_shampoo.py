@@ -58,6 +58,22 @@ def test_equals_one_device_in_parameters_and_state(dtype: torch.dtype) -> None:
                 assert state[name]["step"] == STEPS
 
 
+@pytest.mark.parametrize("block", [4, 8])
+def test_tiles_of_one_element_do_not_depend_on_where_they_lie(block: int) -> None:
+    """The corner of a matrix whose sides are one more than a multiple of the block: its strides tell how wide that is."""
+    shapes = {"a": (9, 9), "b": (33, 33), "c": (17, 5), "d": (5, 49), "e": (25, 9)}
+    reference = Shampoo(parameter_values(shapes), **REFERENCE | dict(block=block))
+    after_steps(reference, means(shapes, 1))
+    arguments = ARGUMENTS | dict(max_preconditioner_dim=block)
+    for world_size in (1, 2, 3, 4):
+        for values, state in run_ranks(
+            world_size, train, ShardedShampoo, arguments, shapes, torch.float32, None, (), STEPS, True
+        ):
+            assert_equal(values, reference.params)
+            factors = {name: reference.state(name, "left", "right") for name in shapes}
+            assert_equal({name: state[name]["factors"] for name in shapes}, factors)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parameters_unused_somewhere_or_everywhere_and_frozen_ones(world_size: int) -> None:
     unused = {"tall": (world_size - 1,), "row": tuple(range(world_size)), "bias": (0,)}

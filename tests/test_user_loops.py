@@ -8,6 +8,7 @@ import pickle
 import warnings
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -600,3 +601,42 @@ def misspell(rank: int, world_size: int, mesh: Any) -> None:
 
 def test_unknown_keywords_are_named_with_what_looks_like_them() -> None:
     run_ranks(1, misspell)
+
+
+def numpy_lr(rank: int, world_size: int, mesh: Any) -> None:
+    _, optimizer = make(mesh, lr=0.02 if rank else numpy.float64(0.02))
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = numpy.float32(0.01 * (1 + rank))
+    with pytest.raises(ValueError, match="ranks disagree"):
+        optimizer.step()
+
+
+def test_numbers_of_numpy_are_compared_by_value() -> None:
+    run_ranks(2, numpy_lr)
+
+
+def unfreeze_after_resume(rank: int, world_size: int, mesh: Any, kind: type[ShardedOptimizer], resumes: bool) -> Any:
+    """'wide' trains, is frozen, and trains again; the resumed run begins while it is frozen."""
+    module, optimizer = make(mesh, kind)
+    for step in range(6):
+        if step == 3 and resumes:
+            state = optimizer.full_state_dict()
+            module = parameter_module(values_of(module))
+            module["wide"].requires_grad_(False)
+            optimizer = kind(module.named_parameters(), mesh, lr=0.02, bucket_mib=0.001)
+            optimizer.load_state_dict(state)
+        module["wide"].requires_grad_(step not in (2, 3))
+        optimizer.zero_grad()
+        grads = rank_gradients(SHAPES, world_size, seed=step).of_rank(rank)
+        backward(module.named_parameters(), {n: g for n, g in grads.items() if module[n].requires_grad})
+        optimizer.step()
+        optimizer.zero_grad()
+    return values_of(module), optimizer.state[module["wide"]]["step"].item()
+
+
+@pytest.mark.parametrize("kind", [ShardedAdamW, ShardedMuon])
+def test_state_of_a_frozen_parameter_waits_until_it_is_not(kind: type[ShardedOptimizer]) -> None:
+    plain, resumed = (run_ranks(2, unfreeze_after_resume, kind, resumes) for resumes in (False, True))
+    for (expected, steps), (found, found_steps) in zip(plain, resumed, strict=True):
+        assert_same([expected, found])
+        assert steps == found_steps == 4

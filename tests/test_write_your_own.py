@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.support.ranks import run_ranks
 from tests.support.reference import OneDevice, adamw
 from tests.support.values import MIXED_SHAPES, backward, parameter_module, parameter_values, rank_gradients
+from vescale_optim import Blocks, ShardedOptimizer
 
 README = Path(__file__).parents[1] / "README.md"
 ARGUMENTS = {
@@ -94,3 +95,39 @@ def test_equals_one_device(name: str, reference: Any, world_size: int) -> None:
         for key, value in parameter_values(MIXED_SHAPES).items():
             expected = reference(value, [step[key] for step in steps], **ARGUMENTS[name])
             assert torch.equal(result[key], expected), key
+
+
+READS = {
+    "item": lambda group: group["size"],
+    "get": lambda group: group.get("size", 2),
+    "items": lambda group: dict(group.items())["size"],
+    "unpacked": lambda group: dict(**group)["size"],
+    "in": lambda group: 3 if "extra" in group else group["other"],
+    "dict": lambda group: group["options"]["size"],
+}
+
+
+def edit_in_flight(rank: int, world_size: int, mesh: Any, way: str) -> None:
+    class Rows(ShardedOptimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, mesh, dict(lr=0.1, size=2, other=2, options={"size": 2}))
+
+        def blocks(self, shape: Any, group: Any) -> Blocks:
+            return Blocks.rows(shape, READS[way](group))
+
+        def apply(self, shards: Any, directions: Any, group: Any) -> None:
+            torch._foreach_add_(shards.params, shards.grads, alpha=-group["lr"])
+
+    module = parameter_module(parameter_values({"w": (12, 8)}))
+    optimizer = Rows(module.named_parameters())
+    group = optimizer.param_groups[0]
+    group["lr"] = 0.2
+    optimizer.step()
+    group.update({"extra": 1} if way == "in" else {"options": {"size": 3}} if way == "dict" else {"size": 3})
+    with pytest.raises(ValueError, match=r"parameter 'w' of shape \(12, 8\): .* now and was .* when the optimizer was made"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", READS)
+def test_options_that_decide_blocks_are_known_however_a_rule_reads_them(way: str) -> None:
+    run_ranks(1, edit_in_flight, way)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -110,11 +111,11 @@ class ShardedAdamW8bit(ShardedOptimizer):
         bits, size, shape = group["bits"], group["block_size"], group["block_shape"]
         require(bits in (8, 32), "bits", bits, "8 or 32")
         least = group["min_8bit_size"]
-        require(isinstance(least, int) and least >= 0, "min_8bit_size", least, "an integer >= 0")
-        is_size = isinstance(size, int) and size >= 32 and size % 32 == 0
+        require(isinstance(least, Integral) and least >= 0, "min_8bit_size", least, "an integer >= 0")
+        is_size = isinstance(size, Integral) and size >= 32 and size % 32 == 0
         require(is_size, "block_size", size, "a multiple of 32, from 32 up (bitsandbytes: 256)")
         is_square = isinstance(shape, tuple | list) and len(shape) == 2 and shape[0] == shape[1]
-        is_shape = shape is None or (is_square and isinstance(shape[0], int) and shape[0] >= 16)
+        is_shape = shape is None or (is_square and isinstance(shape[0], Integral) and shape[0] >= 16)
         require(is_shape, "block_shape", shape, "None or two equal sizes >= 16")
         for number, param in enumerate(group["params"]):
             # In a checkpoint's group they are numbers.

@@ -12,6 +12,7 @@ Parameters live in one storage per kind and device mesh (`Storage`): plain ones 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -392,8 +393,10 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
             made[index]["master"] = tensor
         for index, param, _ in new:
             earlier = self.state.get(param, {})
-            self.state[param] = {"step": torch.zeros((), device="cpu"), **made[index]}
-            copy_state(self.state[param], earlier)
+            state = {"step": torch.zeros((), device="cpu"), **made[index]}
+            check_state(storage.parameters[index].name, state, earlier)
+            self.state[param] = state
+            copy_state(state, earlier)
 
     def _unmanaged(self) -> list[tuple[str, Tensor, Group]]:
         """Parameters that require gradients and that no storage looks after yet, each once."""
@@ -609,6 +612,10 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
         self._load_groups(state_dict)
         for key, (_, param) in zip(saved, mine, strict=True):
             loaded = state_dict["state"].get(key, {})
+            if loaded and param not in self._homes:
+                # Frozen: it has no place in a storage until it is not, and waits as it came.
+                self.state[param] = copy.deepcopy(dict(loaded))
+                continue
             self._reset_state(param, loaded)
             copy_state(self.state.get(param, {}), loaded)
         for hook in self._optimizer_load_state_dict_post_hooks.values():

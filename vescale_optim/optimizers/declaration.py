@@ -6,7 +6,7 @@ rule still declares the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,8 @@ class Declaration:
         specs = rule.state_spec(shape, asked)
         check_state_specs(rule, specs, blocks, name)
         wire_dtype = rule.wire_dtype(asked)
-        options = {key: plain(group.get(key)) for key in ("algorithm", *sorted(asked.keys_read - {"algorithm"}))}
+        read = sorted(asked.keys_read - {"algorithm", "params", "param_names"})
+        options = {key: plain(group.get(key)) for key in ("algorithm", *read)}
         return cls(blocks, tuple(specs), wire_dtype, options)
 
     def is_of(self, group: Group) -> bool:
@@ -86,3 +87,23 @@ class _AskedGroup(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         self.keys_read.add(key)
         return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_read.add(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.keys_read.update(super().keys())
+        return super().__iter__()
+
+    def keys(self) -> KeysView[str]:
+        self.keys_read.update(super().keys())
+        return super().keys()
+
+    def values(self) -> ValuesView[Any]:
+        self.keys_read.update(super().keys())
+        return super().values()
+
+    def items(self) -> ItemsView[str, Any]:
+        self.keys_read.update(super().keys())
+        return super().items()

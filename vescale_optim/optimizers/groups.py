@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,8 +39,14 @@ def plain(value: object) -> object:
     """A hyperparameter in a value that compares, and prints alike on every rank."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
+    if isinstance(value, Number) and hasattr(value, "item"):
+        return value.item()  # numpy's
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, torch.dtype):
+        return str(value)
     # Other objects (a tag, a function) print with their address: their kind has to do.
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 

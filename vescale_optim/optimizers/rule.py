@@ -48,12 +48,14 @@ class StateSpec:
     name: str
     where: Literal["parameter", "unit"] = "parameter"
     dtype: torch.dtype | None = None
-    unit_numels: tuple[int, ...] | int | None = None
+    unit_numels: Sequence[int] | int | None = None
     fill: float = 0.0
 
     def __post_init__(self) -> None:
         if self.where not in ("parameter", "unit"):
             raise ValueError(f'state {self.name!r} has where={self.where!r}; give "parameter" or "unit"')
+        if isinstance(self.unit_numels, list):
+            object.__setattr__(self, "unit_numels", tuple(self.unit_numels))
         if (self.where == "unit") != (self.unit_numels is not None):
             raise ValueError(
                 f"state {self.name!r} has where={self.where!r} and unit_numels={self.unit_numels}; give unit_numels, the "

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from math import prod
+from numbers import Integral
 
 import torch
 from einops import rearrange
@@ -253,7 +254,8 @@ def stacked(views: Sequence[Tensor]) -> Tensor:
     if len(views) > 1:
         return torch.stack(list(views))
     (view,) = views
-    if view.is_contiguous() and view.data_ptr() % ALIGNMENT == 0:
+    # Not is_contiguous(), which ignores the strides of dimensions of size 1; products do not.
+    if view.stride() == (view.size(1), 1) and view.data_ptr() % ALIGNMENT == 0:
         return view
     return torch.empty(view.shape, dtype=view.dtype, device=view.device).copy_(view)
 
@@ -303,4 +305,4 @@ def has_values(matrices: Sequence[Tensor]) -> list[bool]:
 
 
 def is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
