@@ -478,13 +478,13 @@ class ShardedOptimizer(Rule, torch.optim.Optimizer):
                 storage.agreement.require_same([f"new parameter '{name}'" for name in names], explain_difference)
         for number, group in enumerate(self.param_groups):
             self._check_hyperparameters(group)
-            self._check_declarations(names_of(group, number), group)
+            self._check_declarations(names_of(group, number), group, hyperparameters[number])
 
-    def _check_declarations(self, names: Sequence[str], group: Group) -> None:
+    def _check_declarations(self, names: Sequence[str], group: Group, hyperparameters: Mapping[str, object]) -> None:
         """Raise where a group was edited so that its rule would need other blocks or state than parameters have."""
         for name, param in zip(names, group["params"], strict=True):
             declaration = self._declarations.get(param)
-            if declaration is not None and not declaration.is_of(group):
+            if declaration is not None and not declaration.is_of(hyperparameters):
                 self._declarations[param] = declaration.renewed(self.rule_of(group), name, param.shape, group)
 
     def _skips_step(self) -> bool:

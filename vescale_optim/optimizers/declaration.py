@@ -6,7 +6,7 @@ rule still declares the same.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,9 +48,9 @@ class Declaration:
         options = {key: plain(group.get(key)) for key in ("algorithm", *read)}
         return cls(blocks, tuple(specs), wire_dtype, options)
 
-    def is_of(self, group: Group) -> bool:
-        """Whether the group still says what was read."""
-        return all(plain(group.get(key)) == value for key, value in self.options.items())
+    def is_of(self, hyperparameters: Mapping[str, object]) -> bool:
+        """Whether a group, as `hyperparameters_of` gives it, still says what was read."""
+        return all(hyperparameters.get(key) == value for key, value in self.options.items())
 
     def renewed(self, rule: Rule, name: str, shape: Sequence[int], group: Group) -> Declaration:
         """The declaration under a group that says something else now.
